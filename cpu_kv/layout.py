@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cpu_kv.packed import PackedShape
+
 KeysValues = tuple[Tensor, Tensor]
 
 
@@ -15,7 +17,8 @@ KeysValues = tuple[Tensor, Tensor]
 class KVLayout:
     """Layers, heads, element type and page size of the KV of one model.
 
-    ``page_size`` is in tokens.
+    ``page_size`` is in tokens. ``packed``: pages are stored in 12 bits a value once they are full; see
+    `packed`.
     """
 
     layers: int
@@ -23,6 +26,20 @@ class KVLayout:
     head_dim: int
     dtype: torch.dtype
     page_size: int = 256
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.packed and not self.packable:
+            raise ValueError(f"{self.dtype} pages of {self.pages_shape(1)} cannot be packed")
+
+    @property
+    def packed_shape(self) -> PackedShape:
+        return PackedShape(self.kv_heads, self.page_size, self.head_dim)
+
+    @property
+    def packable(self) -> bool:
+        """Whether full pages can be packed."""
+        return self.dtype == torch.bfloat16 and self.packed_shape.supported
 
     @property
     def layer_token_bytes(self) -> int:
@@ -36,8 +53,23 @@ class KVLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the keys and values of one page of one layer."""
-        return self.page_size * self.layer_token_bytes
+        """Bytes of the keys and values of one full page of one layer, as it is stored."""
+        return self.packed_shape.nbytes if self.packed else self.page_size * self.layer_token_bytes
+
+    @property
+    def stored_token_bytes(self) -> int:
+        """Bytes of one token of full pages in all layers, as it is stored."""
+        return self.layers * self.page_bytes // self.page_size
+
+    @property
+    def stored_share(self) -> float:
+        """Bytes of full pages in the store as a share of those on a device, where they are not packed."""
+        return self.page_bytes / (self.page_size * self.layer_token_bytes) if self.layer_token_bytes else 1.0
+
+    def layer_bytes(self, tokens: int) -> int:
+        """Returns the bytes of the keys and values of so many tokens of one layer, as they are stored."""
+        pages, others = divmod(tokens, self.page_size)
+        return pages * self.page_bytes + others * self.layer_token_bytes
 
     def pages(self, tokens: int) -> int:
         """Returns the number of pages that hold ``tokens`` tokens, rounded up."""
@@ -58,6 +90,12 @@ class KVLayout:
         A page holds its keys, then its values. Consecutive pages are contiguous in memory.
         """
         return (pages, 2, self.kv_heads, self.page_size, self.head_dim)
+
+    def slab_shape(self, pages: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Returns shape and dtype of the memory of pages of one layer."""
+        if self.packed:
+            return (pages, self.page_bytes), torch.uint8
+        return self.pages_shape(pages), self.dtype
 
     def segment_tokens(self, byte_count: int, tokens: int) -> int:
         """Returns the tokens of a segment, whole pages of one layer that are at most ``byte_count`` bytes.
@@ -93,19 +131,28 @@ class KVLayout:
 def parts_of_pages(memory: Tensor, start: int, end: int) -> list[KeysValues]:
     """Returns views of the tokens ``start`` .. ``end`` of pages (``KVLayout.pages_shape``).
 
+    See ``parts_of_sides``.
+    """
+    return parts_of_sides(memory[:, 0], memory[:, 1], start, end)
+
+
+def parts_of_sides(keys: Tensor, values: Tensor, start: int, end: int) -> list[KeysValues]:
+    """Returns views of the tokens ``start`` .. ``end`` of pages ``[pages, kv_heads, page_size, head_dim]``.
+
     Each view is a pair of keys and values ``[pages, kv_heads, tokens, head_dim]``. Whole pages share one
     view; a partial first or last page has its own.
     """
-    page = memory.shape[3]
+    page = keys.shape[2]
     found: list[KeysValues] = []
     while start < end:
         first, offset = divmod(start, page)
         if offset == 0 and end - start >= page:
-            part = memory[first : end // page]
+            part = keys[first : end // page], values[first : end // page]
         else:
-            part = memory[first : first + 1, :, :, offset : offset + end - start]
-        found.append((part[:, 0], part[:, 1]))
-        start += part.shape[0] * part.shape[3]
+            cut = slice(offset, offset + end - start)
+            part = keys[first : first + 1, :, cut], values[first : first + 1, :, cut]
+        found.append(part)
+        start += part[0].shape[0] * part[0].shape[2]
     return found
 
 

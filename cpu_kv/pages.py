@@ -1,4 +1,8 @@
-"""Pages of KV memory: slabs of them, which are free, and how many sequences own each of the others."""
+"""Pages of KV memory: slabs of them, which are free, and how many sequences own each of the others.
+
+Where pages are packed, slabs have room for packed ones. A page of a layer that is not full yet, or that has
+too many escapes, is kept as it is beside its slab.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cpu_kv.layout import KVLayout
+from cpu_kv.layout import KeysValues, KVLayout, parts_of_pages, parts_of_sides
 from cpu_kv.mapped import device_view, kernels_use_host_pointers
+from cpu_kv.packed import PackedSide, PageCodec
 from cpu_kv.pinned import SlabAllocator, pieces
 
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """Memory for ``pages`` pages: for each layer a tensor of ``KVLayout.pages_shape``.
+    """Memory for ``pages`` pages: for each layer a tensor of ``KVLayout.slab_shape``.
 
-    ``mapped``: views of these tensors for kernels of a device, by layer and device.
+    ``unpacked``: of each layer, pages of a packed store that are kept as they are, by their numbers.
+    ``mapped``: views of the slab's tensors for kernels of a device, by layer and device.
     """
 
     number: int
     pages: int
     layers: list[Future[Tensor]]
+    unpacked: list[dict[int, Tensor]]
     mapped: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
 
 
@@ -41,11 +48,15 @@ def locked_pieces(slab: Tensor, first: int, last: int) -> Iterator[Tensor]:
 class PagePool:
     """The pages of a store, each of which one or more sequences own, or none: then it is free.
 
-    For ``pin`` and ``on_warning`` see ``PagedKVStore``.
+    For ``pin``, ``on_warning`` and ``codec`` see ``PagedKVStore``.
     """
 
-    def __init__(self, layout: KVLayout, pin: bool, on_warning: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, layout: KVLayout, pin: bool, on_warning: Callable[[str], None] | None, codec: PageCodec
+    ) -> None:
         self._layout = layout
+        self._codec = codec
+        self._pin = pin and torch.cuda.is_available()
         self._allocator = SlabAllocator(pin, on_warning)
         self._slabs: dict[int, Slab] = {}
         self._slabs_made = 0
@@ -56,6 +67,15 @@ class PagePool:
     def pages(self) -> int:
         """Number of pages that are allocated or being allocated."""
         return sum(slab.pages for slab in tuple(self._slabs.values()))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the pages that are allocated or being allocated."""
+        slabs = tuple(self._slabs.values())
+        unpacked = sum(
+            page.nbytes for slab in slabs for pages in slab.unpacked for page in tuple(pages.values())
+        )
+        return self.pages * self._layout.layers * self._layout.page_bytes + unpacked
 
     @property
     def extra_owners(self) -> int:
@@ -88,6 +108,8 @@ class PagePool:
         elif others:
             del self._shared[slab.number, page]
         elif slab.number in self._slabs:
+            for unpacked in slab.unpacked:
+                unpacked.pop(page, None)
             heapq.heappush(self._free, (slab.number, page))
 
     def share(self, slab: Slab, first: int, last: int) -> None:
@@ -99,9 +121,9 @@ class PagePool:
 
     def _add_slab(self, pages: int) -> None:
         # Layers are allocated in the background in this order: later ones while earlier ones are filled.
-        shape = self._layout.pages_shape(pages)
-        futures = [self._allocator.allocate(shape, self._layout.dtype) for _ in range(self._layout.layers)]
-        slab = Slab(self._slabs_made, pages, futures)
+        layers = range(self._layout.layers)
+        futures = [self._allocator.allocate(*self._layout.slab_shape(pages)) for _ in layers]
+        slab = Slab(self._slabs_made, pages, futures, [{} for _ in layers])
         self._slabs_made += 1
         self._slabs[slab.number] = slab
         for page in range(pages):
@@ -115,6 +137,67 @@ class PagePool:
             self._drop_slab(slab)
             tokens = slab.pages * self._layout.page_size
             raise MemoryError(f"no memory for {tokens} more tokens of KV: {error}") from error
+
+    def forms(
+        self, slab: Slab, layer: int, first: int, last: int
+    ) -> Iterator[tuple[int, int, Tensor | None]]:
+        """Yields the ranges of pages ``first`` .. ``last`` that lie in the slab, and between them the others.
+
+        Of these, each comes with its memory (``KVLayout.pages_shape``).
+        """
+        unpacked = slab.unpacked[layer]
+        for page in sorted(page for page in tuple(unpacked) if first <= page < last):
+            if first < page:
+                yield first, page, None
+            yield page, page + 1, unpacked[page]
+            first = page + 1
+        if first < last:
+            yield first, last, None
+
+    def parts(self, slab: Slab, layer: int, start: int, end: int) -> list[KeysValues]:
+        """Returns views of the tokens ``start`` .. ``end`` of a slab, as ``parts_of_pages``."""
+        memory, page, found = self.memory(slab, layer), self._layout.page_size, list[KeysValues]()
+        for first, last, unpacked in self.forms(slab, layer, start // page, -(-end // page)):
+            if unpacked is not None:
+                sides = unpacked[:, 0], unpacked[:, 1]
+            elif self._layout.packed:
+                sides = PackedSide.pair(memory[first:last], self._layout.packed_shape, self._codec)
+            else:
+                return parts_of_pages(memory, start, end)
+            before = first * page
+            found += parts_of_sides(*sides, max(start - before, 0), min(end, last * page) - before)
+        return found
+
+    def open(self, slab: Slab, layer: int, page: int, *, keep: bool = False) -> Tensor:
+        """Returns the memory of a page that tokens may be written to, of ``KVLayout.pages_shape``.
+
+        ``keep``: whether to unpack what is there.
+        """
+        memory, unpacked = self.memory(slab, layer)[page : page + 1], slab.unpacked[layer]
+        if not self._layout.packed:
+            return memory
+        if page not in unpacked:
+            with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside of it
+                made = torch.empty(
+                    self._layout.pages_shape(1), dtype=self._layout.dtype, pin_memory=self._pin
+                )
+            if keep:
+                self._codec.decode(self._layout.packed_shape, memory, made)
+            unpacked[page] = made
+        return unpacked[page]
+
+    def pack(self, slab: Slab, layer: int, first: int, last: int) -> None:
+        """Packs those of the pages ``first`` .. ``last``, all full, that are not packed and can be."""
+        shape, unpacked = self._layout.packed_shape, slab.unpacked[layer]
+        for page, _, values in list(self.forms(slab, layer, first, last)):
+            if values is None:
+                continue
+            packed, there = self._codec.encode(shape, values), self.memory(slab, layer)[page]
+            if shape.overflows(packed).item():
+                there.zero_()  # it may be saved
+            else:
+                there.copy_(packed[0])
+                del unpacked[page]
 
     def mapped(self, slab: Slab, layer: int, device: torch.device) -> Tensor | None:
         """Returns one layer of a slab as a tensor of a CUDA device; None if kernels cannot read all of it."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpu_kv.layout import KVLayout
+from cpu_kv.layout import KeysValues, KVLayout
 from cpu_kv.link import CopyFailed, Event, Link, PastEvent
+from cpu_kv.packed import PackedSide, PageCodec
 
 
 @dataclass(eq=False)
 class StagingSlot:
-    """A device buffer for one segment, ``memory`` of ``KVLayout.pages_shape``, and its two events.
+    """A device buffer for one segment, ``memory`` in bytes, and its two events.
 
     ``free``: end of the compute that read the previous segment; the copy of the next one waits for it.
     ``ready``: end of that copy; the compute that reads the segment waits for it.
@@ -29,15 +30,23 @@ class StagingSlot:
 
 
 class StagingRing:
-    """A ring of ``buffers`` slots for segments of ``segment_tokens`` tokens, rounded up to whole pages."""
+    """A ring of ``buffers`` slots for segments of ``segment_tokens`` tokens, rounded up to whole pages.
+
+    On a GPU, packed pages are unpacked to one more buffer, segment by segment; a CPU reads them as they are.
+    """
 
     def __init__(self, link: Link, layout: KVLayout, segment_tokens: int, buffers: int):
         pages = layout.pages(segment_tokens)
         self.segment_tokens = pages * layout.page_size
         self._link = link
+        self._layout = layout
+        self._unpacked: Tensor | None = None
+        if layout.packed and link.device.type != "cpu":
+            self._unpacked = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=link.device)
+        size = max(pages * layout.page_bytes, layout.page_size * layout.layer_token_bytes)
         self._slots: list[StagingSlot] = []
         for _ in range(buffers):
-            memory = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=link.device)
+            memory = torch.empty(size, dtype=torch.uint8, device=link.device)
             # Compute that was enqueued earlier may still use the previous owner's data.
             self._slots.append(StagingSlot(memory, free=link.record_event(), ready=PastEvent()))
         self._idle = deque(self._slots)
@@ -55,6 +64,30 @@ class StagingRing:
         """Returns a slot to the ring. It is free at the end of the compute enqueued so far."""
         slot.free = self._link.record_event()
         self._idle.append(slot)
+
+    def segments(self, start: int, end: int, packed: bool) -> Iterator[tuple[int, int]]:
+        """Yields the ranges of tokens, whole pages, that go into one slot each."""
+        step, page = self.segment_tokens, self._layout.page_size
+        if self._layout.packed and not packed:
+            step = self._slots[0].memory.numel() // (page * self._layout.layer_token_bytes) * page
+        return ((at, min(at + step, end)) for at in range(start, end, step))
+
+    def read(self, memory: Tensor, codec: PageCodec, packed: bool) -> KeysValues:
+        """Returns keys and values of the pages in a part of a slot, for compute that is enqueued next.
+
+        ``packed``: whether they are. Valid until the next call.
+        """
+        layout = self._layout
+        if not packed:
+            pages = memory.view(layout.dtype).view(layout.pages_shape(-1))
+            return pages[:, 0], pages[:, 1]
+        rows = memory.view(-1, layout.page_bytes)
+        if self._unpacked is None:
+            return PackedSide.pair(rows, layout.packed_shape, codec)
+        # The compute that read the segment before was enqueued on the same stream, before this.
+        pages = self._unpacked[: len(rows)]
+        codec.decode(layout.packed_shape, rows, pages)
+        return pages[:, 0], pages[:, 1]
 
     def drain(self) -> None:
         """Waits for all copies into slots and all compute that reads them; then they may be freed."""

@@ -1,7 +1,8 @@
 """The full KV cache in CPU memory: pages of committed keys and values, grouped into slabs.
 
 A page holds the keys of its tokens for all heads, then their values. Consecutive pages are therefore
-contiguous in memory and cross a link as one copy.
+contiguous in memory and cross a link as one copy. Where the layout says so, a page of a layer is packed as
+soon as it is full (`packed`), and unpacked again if the sequence is cut within it and goes on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from cpu_kv.chunks import ChunkMeans
 from cpu_kv.layout import KeysValues, KVLayout, cut_alike, parts_of_pages
+from cpu_kv.packed import PageCodec
 from cpu_kv.pages import PagePool, Slab, locked_pieces
 
 
@@ -33,8 +35,9 @@ class PagedKVStore:
 
     ``pin``: whether to page-lock the memory, so that a GPU copies from it at full rate. ``slab_tokens``: by
     how many tokens a sequence grows beyond what it has reserved. ``on_warning``: called once if page-locking
-    is refused. A store and its sequences must be used from one thread, but other threads may read committed
-    tokens of a sequence that is not appended to, truncated or closed meanwhile. Raises RuntimeError if used
+    is refused. ``codec``: packs and unpacks pages, if the layout says so. A store and its sequences must be
+    used from one thread, but other threads may read committed tokens of a sequence that is not appended to,
+    truncated or closed meanwhile. Raises RuntimeError if used
     after ``close``.
     """
 
@@ -45,10 +48,12 @@ class PagedKVStore:
         pin: bool = False,
         slab_tokens: int = 4096,
         on_warning: Callable[[str], None] | None = None,
+        codec: PageCodec | None = None,
     ):
         self.layout = layout
+        self.codec = codec or PageCodec()
         self._slab_pages = layout.pages(slab_tokens)
-        self._pool = PagePool(layout, pin, on_warning)
+        self._pool = PagePool(layout, pin, on_warning, self.codec)
         self._sequences: set[SequenceKV] = set()
         self._closed = False
 
@@ -65,16 +70,16 @@ class PagedKVStore:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of the slabs that are allocated or being allocated."""
-        return self._pool.pages * self.layout.layers * self.layout.page_bytes
+        """Bytes of the slabs that are allocated or being allocated, and of pages beside them."""
+        return self._pool.reserved_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the keys and values in all sequences; those that sequences share count once."""
-        tokens = sum(sum(sequence._lengths) for sequence in tuple(self._sequences))
+        lengths = [length for sequence in tuple(self._sequences) for length in sequence._lengths]
         # A page that is shared is full in every layer of each of its owners.
         again = self._pool.extra_owners * self.layout.layers * self.layout.page_bytes
-        return tokens * self.layout.layer_token_bytes - again
+        return sum(map(self.layout.layer_bytes, lengths)) - again
 
     def close(self) -> None:
         """Closes every sequence and frees all memory. No copy may be pending. Idempotent."""
@@ -112,6 +117,7 @@ class SequenceKV:
         self.summaries = None if chunk_size is None else ChunkMeans(layout, chunk_size)
         self.page_means = ChunkMeans(layout, layout.page_size, values=True) if page_means else None
         self._means = [means for means in (self.summaries, self.page_means) if means is not None]
+        self.codec = store.codec
         self._store = store
         self._pool = store._pool
         self._runs: list[_Run] = []
@@ -161,18 +167,18 @@ class SequenceKV:
         self._check(layer)
         count, start = self.layout.tokens_in(keys, values), self._lengths[layer]
         self._grow(start + count, slab_pages=self._store._slab_pages)
-        places = self._span(layer, start, start + count)
+        places = self._span(layer, start, start + count, write=True)
         for place, piece in cut_alike(places, keys.detach(), values.detach()):
             place.copy_(piece)
         self.advance(layer, count)
 
     def advance(self, layer: int, count: int) -> None:
-        """Appends ``count`` tokens whose keys and values were already written to ``memory``.
+        """Appends ``count`` tokens whose KV was already written to ``memory``, or to ``open_page``.
 
         Raises ValueError if their pages were not reserved.
         """
         self._check(layer)
-        length = self._lengths[layer] + count
+        full, length = self._lengths[layer] // self.layout.page_size, self._lengths[layer] + count
         room = self._pages * self.layout.page_size
         if count < 0 or length > room:
             raise ValueError(f"cannot advance by {count} from {self._lengths[layer]}: room for {room}")
@@ -181,6 +187,8 @@ class SequenceKV:
             start, end = means.missing(layer, length)
             for part in self._span(layer, start, end) if start < end else ():
                 means.extend(layer, part)
+        for run, first, last in self._runs_of(full, length // self.layout.page_size):
+            self._pool.pack(run.slab, layer, first, last)
 
     def fork(self, length: int, chunk_size: int | None = None, page_means: bool = False) -> SequenceKV:
         """Returns a new sequence of the store that begins with the first ``length`` tokens of this one.
@@ -217,13 +225,11 @@ class SequenceKV:
 
     def _copied_page(self, length: int) -> tuple[Slab, int]:
         """Returns a new page with the tokens of the page that ``length`` cuts, in every layer."""
-        start, page = length // self.layout.page_size * self.layout.page_size, self.layout.page_size
+        start = length // self.layout.page_size * self.layout.page_size
         ((slab, number),) = self._pool.take(1, slab_pages=1)
         try:
             for layer in range(self.layout.layers):
-                (there,) = parts_of_pages(
-                    self._pool.memory(slab, layer), number * page, number * page + length - start
-                )
+                (there,) = parts_of_pages(self._pool.open(slab, layer, number), 0, length - start)
                 for place, side in zip(there, *self._span(layer, start, length), strict=True):
                     place.copy_(side)
         except BaseException:
@@ -255,7 +261,8 @@ class SequenceKV:
         """Returns views of the tokens ``start`` .. ``end`` (default: all) of ``layer``, in order.
 
         Each is a pair of keys and values ``[pages, kv_heads, tokens, head_dim]``: of consecutive whole pages,
-        or of a part of one page. Raises ValueError if the range is not present.
+        or of a part of one page. Of packed pages, it is a pair of ``PackedSide``. Raises ValueError if the
+        range is not present.
         """
         present = self.layer_length(layer)
         end = present if end is None else end
@@ -266,11 +273,11 @@ class SequenceKV:
     def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KeysValues] | None:
         """Returns ``views`` as tensors of a CUDA device, whose kernels read them over the link.
 
-        Returns None for other devices, and if the memory is not page-locked. Not for ``copy_``, see
+        Returns None for other devices, and if the memory is packed or not page-locked. Not for ``copy_``, see
         ``mapped.device_view``. The tokens must not be truncated while a kernel reads them.
         """
         self.views(layer, start, end)  # raises ValueError if the range is not present
-        if device.type != "cuda":
+        if device.type != "cuda" or self.layout.packed:
             return None
         page, found = self.layout.page_size, list[KeysValues]()
         for run, _, _ in self._runs_of(start // page, -(-end // page)):
@@ -280,12 +287,13 @@ class SequenceKV:
             found += parts_of_pages(mapped, *self._in_slab(run, start, end))
         return found
 
-    def memory(self, layer: int, start: int, end: int) -> list[Tensor]:
+    def memory(self, layer: int, start: int, end: int, *, write: bool = False) -> list[Tensor]:
         """Returns the memory of the pages of tokens ``start`` .. ``end``, present or not, for copies.
 
-        One-dimensional, contiguous tensors, in order; each is page-locked as a whole or not at all. Reserves
-        pages if needed. Only pages behind all full ones may be written, as others may be shared. Raises
-        ValueError if the range is not whole pages, MemoryError if memory is short.
+        One-dimensional, contiguous tensors of the pages as they are stored, in order; each is page-locked as
+        a whole or not at all. Reserves pages if needed. ``write``: they will be written as a whole; only
+        pages behind all full ones may be, as others may be shared. Raises ValueError if the range is not
+        whole pages, MemoryError if memory is short.
         """
         self._check(layer)
         self.layout.check_whole(start, end)
@@ -295,6 +303,44 @@ class SequenceKV:
         for run, first, last in self._runs_of(start // page, end // page):
             memory = self._pool.memory(run.slab, layer)
             found += locked_pieces(memory, first, last)
+            for number in range(first, last) if write else ():
+                run.slab.unpacked[layer].pop(number, None)
+        return found
+
+    def open_page(self, layer: int, start: int) -> Tensor:
+        """Returns the memory of the page that begins with token ``start``, for tokens that are not packed.
+
+        Its shape is ``KVLayout.pages_shape``. What ``memory`` has of this page counts no more.
+        """
+        self.memory(layer, start, start + self.layout.page_size)
+        ((run, page, _),) = self._runs_of(start // self.layout.page_size, start // self.layout.page_size + 1)
+        return self._pool.open(run.slab, layer, page)
+
+    def forms(self, layer: int, start: int, end: int) -> Iterator[tuple[int, int, Tensor | None]]:
+        """Yields ranges of the tokens ``start`` .. ``end``, whole pages, by where their pages are.
+
+        Those of ``memory`` come with None, each other page with its own memory, see ``open_page``.
+        """
+        self.layout.check_whole(start, end)
+        page, begun = self.layout.page_size, start
+        for run, first, last in self._runs_of(start // page, end // page):
+            for low, high, unpacked in self._pool.forms(run.slab, layer, first, last):
+                at, stop = ((number - run.first + run.start) * page for number in (low, high))
+                if unpacked is not None:
+                    if begun < at:
+                        yield begun, at, None
+                    yield at, stop, unpacked
+                    begun = stop
+        if begun < end:
+            yield begun, end, None
+
+    def overflowing(self, layer: int, start: int, end: int) -> list[int]:
+        """Returns the first tokens of those pages that were written to ``memory`` and cannot be packed."""
+        page, found = self.layout.page_size, list[int]()
+        for run, first, last in self._runs_of(start // page, end // page) if self.layout.packed else ():
+            packed = self._pool.memory(run.slab, layer)[first:last]
+            numbers = self.layout.packed_shape.overflows(packed).nonzero()[:, 0].tolist()
+            found += [(number + first - run.first + run.start) * page for number in numbers]
         return found
 
     def close(self) -> None:
@@ -351,12 +397,15 @@ class SequenceKV:
             start = stop
             number += 1
 
-    def _span(self, layer: int, start: int, end: int) -> list[KeysValues]:
-        """Returns views of the tokens ``start`` .. ``end``, present or not."""
+    def _span(self, layer: int, start: int, end: int, *, write: bool = False) -> list[KeysValues]:
+        """Returns views of the tokens ``start`` .. ``end``, present or not; ``write``: to be written."""
         page = self.layout.page_size
         found: list[KeysValues] = []
-        for run, _, _ in self._runs_of(start // page, -(-end // page)):
-            found += parts_of_pages(self._pool.memory(run.slab, layer), *self._in_slab(run, start, end))
+        for run, first, last in self._runs_of(start // page, -(-end // page)):
+            in_slab = self._in_slab(run, start, end)
+            for number in range(first, last) if write and self.layout.packed else ():
+                self._pool.open(run.slab, layer, number, keep=number * page < in_slab[0])
+            found += self._pool.parts(run.slab, layer, *in_slab)
         return found
 
     def _in_slab(self, run: _Run, start: int, end: int) -> tuple[int, int]:

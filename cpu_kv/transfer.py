@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cpu_kv.layout import KeysValues, cut_alike, parts_of_pages
+from cpu_kv.layout import KeysValues, KVLayout, cut_alike, parts_of_pages
 from cpu_kv.link import CopyFailed, Event, Link, Pairs, pair_bytes
 from cpu_kv.staging import HostBuffers, StagingRing, StagingSlot
 from cpu_kv.store import SequenceKV
@@ -58,7 +58,7 @@ class PendingCopy:
 
 
 class TransferEngine:
-    """Moves the KV of one sequence over a link. Must be used from one thread.
+    """Moves the KV of one sequence over a link, packed where it is stored so. Must be used from one thread.
 
     ``segment_tokens``: tokens of a slot of the staging ring, rounded up to whole pages. ``ring_buffers``:
     slots of the ring, which is how many segments the link may run ahead, into the next stream too. Over a
@@ -84,9 +84,9 @@ class TransferEngine:
             self._ring = StagingRing(link, sequence.layout, segment_tokens, ring_buffers)
         self._writes: deque[_WriteBack] = deque()
         self._streams: deque[LayerStream] = deque()  # open and not read to their end, in order
-        # A segment is first planned (layer, start, end), then copied into pages of a slot, then read.
-        self._planned: deque[tuple[LayerStream, int, int, int]] = deque()
-        self._copied: deque[tuple[LayerStream, Tensor, StagingSlot]] = deque()
+        # A segment is first planned, then copied into a part of a slot, then read.
+        self._planned: deque[_Segment] = deque()
+        self._copied: deque[tuple[_Segment, Tensor, StagingSlot]] = deque()
         self._incoming = HostBuffers(link, sequence.layout.dtype, count=1)
         self._outgoing = HostBuffers(link, sequence.layout.dtype)
         self._closed = False
@@ -108,11 +108,11 @@ class TransferEngine:
         stream = LayerStream(self, start, end)
         self._streams.append(stream)
         if self._ring is not None:
-            step = self._ring.segment_tokens
             self._planned += (
-                (stream, layer, at, min(at + step, end))
+                _Segment(stream, layer, *tokens, unpacked)
                 for layer in range(self.sequence.layout.layers)
-                for at in range(start, end, step)
+                for first, last, unpacked in self.sequence.forms(layer, start, end)
+                for tokens in self._ring.segments(first, last, packed=unpacked is None)
             )
             try:
                 self._prefetch(self._ring)
@@ -161,18 +161,21 @@ class TransferEngine:
         layout = self.sequence.layout
         count = layout.tokens_in(keys, values)
         pages = layout.pages(count)
-        packed = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=keys.device)
-        for place, part in cut_alike(parts_of_pages(packed, 0, count), keys.detach(), values.detach()):
+        paged = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=keys.device)
+        for place, part in cut_alike(parts_of_pages(paged, 0, count), keys.detach(), values.detach()):
             place.copy_(part)
         while len(self._writes) >= self.PROMPT_WRITES:
             self._finish_oldest_write()
         ahead = sum(write.tokens for write in self._writes if layer in write.layers)
         start = self.sequence.layer_length(layer) + ahead
-        places = self.sequence.memory(layer, start, start + pages * layout.page_size)
-        sources = packed.view(-1).split([place.numel() for place in places])
-        pairs = list(zip(places, sources, strict=True))
+        whole = count // layout.page_size if layout.packed else pages
+        stored = self.sequence.codec.encode(layout.packed_shape, paged[:whole]) if layout.packed else paged
+        end = start + whole * layout.page_size
+        pairs = _pairs(self.sequence.memory(layer, start, end, write=True), stored)
+        if whole < pages:
+            pairs.append((self.sequence.open_page(layer, end), paged[whole:]))
         written = self._copy(pairs, after=self.link.record_event(), to_host=True)
-        self._writes.append(_WriteBack(range(layer, layer + 1), count, packed, written))
+        self._writes.append(_WriteBack(range(layer, layer + 1), count, paged, written))
         self.collect()
 
     def finish_compute(self) -> None:
@@ -186,14 +189,25 @@ class TransferEngine:
         """
         self._check_open()
         self.flush()
-        end = start + into.shape[1] * self.sequence.layout.page_size
-        copied: list[Event] = []
+        layout, codec = self.sequence.layout, self.sequence.codec
+        end = start + into.shape[1] * layout.page_size
+        copied: list[tuple[Event, Tensor, Tensor]] = []
         for layer, pages in enumerate(into):
-            pieces = self.sequence.memory(layer, start, end)
-            places = pages.view(-1).split([piece.numel() for piece in pieces])
-            copied.append(self._copy(list(zip(places, pieces, strict=True)), after=self.link.record_event()))
-        for event in copied:
+            for first, last, unpacked in self.sequence.forms(layer, start, end):
+                there = pages[(first - start) // layout.page_size : (last - start) // layout.page_size]
+                packed = layout.packed and unpacked is None
+                arriving = _packed_pages(layout, there) if packed else there
+                pieces = self._memory(layer, first, last, unpacked)
+                event = self._copy(_pairs(pieces, arriving, inward=True), after=self.link.record_event())
+                copied.append((event, arriving, there))
+        for event, arriving, there in copied:
             event.synchronize()
+            if arriving is not there:
+                codec.decode(layout.packed_shape, arriving, there)
+
+    def _memory(self, layer: int, start: int, end: int, unpacked: Tensor | None) -> list[Tensor]:
+        """Returns the memory of pages of one of the sequence's ``forms``."""
+        return self.sequence.memory(layer, start, end) if unpacked is None else [unpacked.view(-1)]
 
     def flush(self) -> None:
         """Waits for all write-backs and commits them.
@@ -278,12 +292,11 @@ class TransferEngine:
         waiting for, a copy is enqueued for every slot, and the link idles only while all slots are full.
         """
         while self._planned and ring.room:
-            slot, (stream, layer, start, end) = ring.acquire(), self._planned.popleft()
-            pages = slot.memory[: self.sequence.layout.pages(end - start)]
-            pieces = self.sequence.memory(layer, start, end)
-            places = pages.view(-1).split([piece.numel() for piece in pieces])
-            slot.ready = self._copy(list(zip(places, pieces, strict=True)), after=slot.free)
-            self._copied.append((stream, pages, slot))
+            slot, segment = ring.acquire(), self._planned.popleft()
+            pieces = self._memory(segment.layer, segment.start, segment.end, segment.unpacked)
+            used = slot.memory[: sum(piece.nbytes for piece in pieces)]
+            slot.ready = self._copy(_pairs(pieces, used, inward=True), after=slot.free)
+            self._copied.append((segment, used, slot))
 
     def _copy(
         self, pairs: Pairs, after: Event | None = None, *, to_host: bool = False, urgent: bool = False
@@ -316,9 +329,42 @@ class TransferEngine:
         self._writes.popleft()
         for at, layer in enumerate(write.layers):
             if write.arrived is None:
+                self._replace_overflowing(layer, write)
                 self.sequence.advance(layer, write.tokens)
             else:
                 self.sequence.append(layer, *write.arrived[at])
+
+    def _replace_overflowing(self, layer: int, write: _WriteBack) -> None:
+        """Copies those pages of a prompt that cannot be packed to the host as they are."""
+        page, start = self.sequence.layout.page_size, self.sequence.layer_length(layer)
+        whole = start + write.tokens // page * page
+        for at in self.sequence.overflowing(layer, start, whole):
+            number = (at - start) // page
+            pair = self.sequence.open_page(layer, at), write.source[number : number + 1]
+            self._copy([pair], to_host=True).synchronize()
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Tokens ``start`` .. ``end`` of a layer that a stream brings to a slot; ``unpacked``: see ``forms``."""
+
+    stream: LayerStream
+    layer: int
+    start: int
+    end: int
+    unpacked: Tensor | None
+
+
+def _pairs(memory: Sequence[Tensor], whole: Tensor, *, inward: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """Returns pairs for a copy of ``whole``, contiguous, to pieces of memory; ``inward``: from them."""
+    there = whole.view(-1).view(torch.uint8).split([piece.nbytes for piece in memory])
+    pieces = [part.view(piece.dtype) for part, piece in zip(there, memory, strict=True)]
+    return list(zip(pieces, memory, strict=True)) if inward else list(zip(memory, pieces, strict=True))
+
+
+def _packed_pages(layout: KVLayout, pages: Tensor) -> Tensor:
+    """Returns memory on the device of ``pages`` for as many packed ones."""
+    return pages.new_empty(len(pages), layout.page_bytes, dtype=torch.uint8)
 
 
 class LayerStream:
@@ -359,14 +405,16 @@ class LayerStream:
             engine._streams.popleft()
 
     def _through(self, ring: StagingRing) -> Iterator[KeysValues]:
-        engine = self._engine
-        for _ in range(self.start, self.end, ring.segment_tokens):
-            _, pages, self._reading = engine._copied.popleft()
+        engine, at = self._engine, self.start
+        packs = engine.sequence.layout.packed
+        while at < self.end:
+            segment, used, self._reading = engine._copied.popleft()
             # Keeps the host from enqueuing compute further ahead than the ring is deep: once a device's queue
             # is full, the launches of all threads block. The copy into the slot has waited for the event too.
             self._reading.free.synchronize()
             engine._wait(self._reading.ready)
-            yield pages[:, 0], pages[:, 1]
+            yield ring.read(used, engine.sequence.codec, packs and segment.unpacked is None)
+            at = segment.end
             ring.release(self._reading)
             self._reading = None
             engine._prefetch(ring)
@@ -380,12 +428,12 @@ class LayerStream:
             engine._streams.remove(self)
         if ring is None:
             return
-        copied = [one for one in engine._copied if one[0] is self]
-        engine._copied = deque(one for one in engine._copied if one[0] is not self)
-        engine._planned = deque(one for one in engine._planned if one[0] is not self)
-        for _, pages, slot in copied:
+        copied = [one for one in engine._copied if one[0].stream is self]
+        engine._copied = deque(one for one in engine._copied if one[0].stream is not self)
+        engine._planned = deque(one for one in engine._planned if one.stream is not self)
+        for _, used, slot in copied:
             ring.release(slot)
-            engine.counters.bytes_abandoned += pages.nbytes
+            engine.counters.bytes_abandoned += used.nbytes
         if self._reading is not None:
             ring.release(self._reading)
             self._reading = None

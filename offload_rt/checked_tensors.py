@@ -35,6 +35,7 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "U8": torch.uint8,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 

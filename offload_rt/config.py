@@ -233,11 +233,17 @@ class PrefillConfig:
     chunk: Positive = 2048  # tokens taken through a layer at a time; it bounds the memory for activations
 
 
+PageCode = Literal["auto", "raw", "packed"]
+
+
 @dataclass(frozen=True)
 class StoreConfig:
     """The full KV cache in CPU memory, in tokens of one layer."""
 
     page: Positive = 256
+    # Form of full pages: `packed` keeps bfloat16 in 12 bits without loss, `raw` as it is; `auto` packs what
+    # crosses a link.
+    code: PageCode = "auto"
     slab_tokens: Positive = 4096  # of a slab, the unit of allocation
     ring_buffers: Annotated[int, 2] = 3  # staging buffers on the device: one is filled while another is read
     # Of one layer's KV, copied and attended at a time: whole pages, and at most half of a layer.

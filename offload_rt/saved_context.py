@@ -39,7 +39,8 @@ from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.runner import CausalModel
 
 KIND = "offload-rt context"
-VERSION = 1
+VERSION = 2
+"""Of files with packed pages; others are written as version 1, which knows none."""
 PIECE_BYTES = 2**24
 """Bytes about which a checksum is taken."""
 
@@ -73,12 +74,18 @@ def save_prefix(
     for at, point in enumerate(prefix.points):
         parts += [Part.of(name, tensor) for name, tensor in _point_tensors(at, point).items()]
     parts.append(Part.of("tail", _tail(kv, whole)))
+    unpacked = dict[int, list[int]]()  # by layer: pages that are not packed though others are
     for layer in range(layout.layers):
-        shape = layout.pages_shape(whole // layout.page_size)
-        parts.append(Part(f"pages.{layer}", layout.dtype, shape, _Pages(kv, layer)))
+        shape, dtype = layout.slab_shape(whole // layout.page_size)
+        parts.append(Part(f"pages.{layer}", dtype, shape, _Pages(kv, layer)))
+        if kept := [(at, pages) for at, _, pages in kv.forms(layer, 0, whole) if pages is not None]:
+            unpacked[layer] = [at // layout.page_size for at, _ in kept]
+            parts.append(Part.of(f"unpacked.{layer}", torch.cat([pages for _, pages in kept])))
     about = {
         "kind": KIND,
-        "version": str(VERSION),
+        "version": str(VERSION if layout.packed else 1),
+        "code": "packed" if layout.packed else "raw",
+        "unpacked": json.dumps(unpacked),
         "model": prefix.target.name,
         "fingerprint": fingerprint.to_json(),
         "page_size": str(layout.page_size),
@@ -198,17 +205,26 @@ class SavedContext:
         self._reads = [int(at) for at in json.loads(about["reads"])]
         self._described: list[Any] = json.loads(about.get("local", "null")) or [None] * len(self._reads)
         self.tokens: list[int] = self._file.tensor("tokens").tolist()
-        dtype, (pages, *_) = self._file.kind("pages.0")
-        _, (*_, tail, _) = self._file.kind("tail")
+        _, (pages, *_) = self._file.kind("pages.0")
+        dtype, (*_, tail, _) = self._file.kind("tail")
         layers, heads, dim = self.fingerprint.layout
-        self._layout = layout = KVLayout(layers, heads, dim, dtype, int(about["page_size"]))
+        page, packed = int(about["page_size"]), about.get("code") == "packed"
+        self._layout = layout = KVLayout(layers, heads, dim, dtype, page, packed)
+        unpacked = json.loads(about.get("unpacked", "{}"))
+        self._unpacked = {int(layer): [int(at) for at in kept] for layer, kept in unpacked.items()}
+        stored = layout.slab_shape(pages)[::-1]
         self._in_pages = pages * layout.page_size
         self._length = self._in_pages + tail
         if (
             str(dtype) != f"torch.{self.fingerprint.dtype}"
             or self._file.piece_bytes % layout.page_bytes
             or self._file.kind("tail") != (dtype, (layers, 2, heads, tail, dim))
-            or any(self._file.kind(f"pages.{n}") != (dtype, layout.pages_shape(pages)) for n in range(layers))
+            or any(self._file.kind(f"pages.{n}") != stored for n in range(layers))
+            or any(
+                self._file.kind(f"unpacked.{n}") != (dtype, layout.pages_shape(len(kept)))
+                or not all(0 <= at < pages for at in kept)
+                for n, kept in self._unpacked.items()
+            )
         ):
             raise CorruptFile("its KV has another layout than its model")
 
@@ -316,18 +332,29 @@ class SavedContext:
         size = theirs.pages(in_pages) * theirs.page_bytes  # of a layer
         done, total, report = 0, layout.layers * size, _report(on_progress, "load")
         for layer in range(layout.layers):
+            kept = self._kept(layer)
             if theirs == layout:
                 for end, _ in self._file.fill(f"pages.{layer}", size, _Pages(kv, layer)):
                     report(done + end, total)
+                for page, values in kept.items():
+                    if page < layout.pages(in_pages):
+                        kv.open_page(layer, page * layout.page_size).copy_(values)
                 kv.advance(layer, in_pages)
             else:
                 for end, (read,) in self._file.fill(f"pages.{layer}", size, _new_memory):
-                    _append(kv, layer, read.view(layout.dtype).view(theirs.pages_shape(-1)), in_pages)
+                    first = (end - len(read)) // theirs.page_bytes
+                    _append(kv, layer, _unpacked(kv, theirs, read, first, kept), in_pages)
                     report(done + end, total)
             done += size
         if length > in_pages:
             for layer, (keys, values) in enumerate(self._file.tensor("tail")[:, :, :, : length - in_pages]):
                 kv.append(layer, keys, values)
+
+    def _kept(self, layer: int) -> dict[int, Tensor]:
+        """Returns the pages of a layer that are not packed though others are, by their numbers."""
+        if layer not in self._unpacked:
+            return {}
+        return dict(zip(self._unpacked[layer], self._file.tensor(f"unpacked.{layer}").split(1), strict=True))
 
     def close(self) -> None:
         """Closes the file. Idempotent."""
@@ -342,6 +369,20 @@ class SavedContext:
 
 def _new_memory(start: int, end: int) -> list[Tensor]:
     return [torch.empty(end - start, dtype=torch.uint8)]
+
+
+def _unpacked(
+    kv: SequenceKV, layout: KVLayout, read: Tensor, first: int, kept: Mapping[int, Tensor]
+) -> Tensor:
+    """Returns pages that were read from a file, from page `first` of a layer on, as they are on a device."""
+    if not layout.packed:
+        return read.view(layout.dtype).view(layout.pages_shape(-1))
+    packed = read.view(-1, layout.page_bytes)
+    pages = torch.empty(layout.pages_shape(len(packed)), dtype=layout.dtype)
+    kv.codec.decode(layout.packed_shape, packed, pages)
+    for page in kept.keys() & range(first, first + len(pages)):
+        pages[page - first] = kept[page][0]
+    return pages
 
 
 def _append(kv: SequenceKV, layer: int, pages: Tensor, most: int) -> None:

@@ -196,7 +196,7 @@ class SessionFolder:
         beginnings = self._beginnings(ours, tokens)
         if len(tokens) - (beginnings[0][1] if beginnings else 0) < LEAST_TOKENS:
             return None
-        size = len(tokens) * llm.engine.store.layout.token_bytes
+        size = len(tokens) * llm.engine.store.layout.stored_token_bytes
         if not self._make_room(size):
             return None
         digest = hashlib.sha256(repr((tokens, ours)).encode()).hexdigest()[:16]

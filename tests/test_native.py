@@ -301,6 +301,9 @@ extern "C" long offload_rt_lanes() { return 16; }
 extern "C" int offload_rt_bfloat16_dots() { return 0; }
 extern "C" void offload_rt_attend_float32(void*) {}
 extern "C" void offload_rt_attend_bfloat16(void*) {}
+extern "C" void offload_rt_attend_packed(void*) {}
+extern "C" void offload_rt_pack() {}
+extern "C" void offload_rt_unpack() {}
 """
 """A kernel that is compiled in no time."""
 

@@ -298,14 +298,13 @@ def test_files_that_cannot_be_loaded(
     other = tmp_path / "model.safetensors"
     models[0].save_pretrained(tmp_path)
     with open_llm(models[0]) as llm:
-        with monkeypatch.context() as patched:
-            patched.setattr(saved_context, "VERSION", 2)
-            llm.read(TEXT[:20]).save(newer)
+        llm.read(TEXT[:20]).save(newer)
+        newer.write_bytes(rewritten(newer.read_bytes(), lambda _, about: about.update(version="3")))
         for path, message in (
             (tmp_path / "none", "there is no such file"),
             (tmp_path, "corrupt or no saved context .it is a folder"),
             (other, "corrupt or no saved context .its header cannot be read"),
-            (newer, r"saved by a newer version of offload-rt \(format 2, this one reads 1\)"),
+            (newer, r"saved by a newer version of offload-rt \(format 3, this one reads 2\)"),
         ):
             with pytest.raises(UsageError, match=message):
                 llm.load(path)

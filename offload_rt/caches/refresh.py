@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cpu_kv import KeysValues, PendingCopy, TransferEngine, part_of
 from cpu_kv.mapped import computed_copy
+from cpu_kv.packed import PackedSide
 from offload_rt.caches.buffers import KVBuffer
 
 _Places = slice | tuple[Tensor, Tensor]
@@ -82,6 +83,28 @@ class ChunkRows:
         first = (page * self._page + head * self._head + at * self._chunk) // self._tokens
         each = torch.arange(self._chunk // self._tokens, device=first.device)
         return (first[:, None] + each).flatten()
+
+
+def _picking(
+    keys: Tensor, values: Tensor, chunk: int, page: Tensor, head: Tensor, at: Tensor
+) -> Callable[[Tensor], None]:
+    """Returns what writes chunks, each of a page, a head and a place there, to `[2, chunks, chunk, dim]`."""
+    if isinstance(keys, PackedSide) and isinstance(values, PackedSide):
+        packed = keys, values
+
+        def unpack(there: Tensor) -> None:
+            for side, out in zip(packed, there, strict=True):
+                side.codec.take(side, page, head, at * chunk, out)
+
+        return unpack
+    sides = [ChunkRows(part, chunk) for part in (keys, values)]
+    rows = sides[0].of(page, head, at)
+
+    def pick(there: Tensor) -> None:
+        for side, out in zip(sides, there, strict=True):
+            torch.index_select(side.memory, 0, rows, out=out.view(len(rows), -1))
+
+    return pick
 
 
 class RetrievalRefresh:
@@ -196,15 +219,9 @@ class RetrievalRefresh:
         # KV in host memory is picked by the host's copy of the choice, without asking the device.
         numbers, heads, _ = (self._on_host if over_link else self._on_device)[:, low:high]
         page, at = (numbers - first) // per_page, (numbers - first) % per_page
-        sides = [ChunkRows(part, chunk) for part in (keys, values)]
-        rows = sides[0].of(page, heads, at)
+        pick = _picking(keys, values, chunk, page, heads, at)
         self._missing -= (high - low) * chunk
         _, *places = self._on_device[:, low:high]  # heads and slots
-
-        def pick(packed: Tensor) -> None:
-            for side, out in zip(sides, packed, strict=True):
-                torch.index_select(side.memory, 0, rows, out=out.view(len(rows), -1))
-
         self._transfer((2, high - low, chunk, dim), pick, layer, tuple(places), over_link)
 
     def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:

@@ -29,6 +29,7 @@ from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import BatchRunner, PassThread
 from offload_rt.model.shape import ModelShape, shape_of
+from offload_rt.page_codec import machine_codec, stored_layout
 from offload_rt.planning.placement import (
     PlanRequest,
     available,
@@ -96,13 +97,18 @@ class Engine:
             on_notice(without_kernel(kernel))
         if target.device.type == "cuda" and (reason := use_triton()) is not None:
             on_notice(f"attention runs without its Triton kernels, which makes verifying slower: {reason}")
-        self.store = PagedKVStore(
-            target.kv_layout(self.configs[0].store.page),
-            pin=target.device.type == "cuda",
-            slab_tokens=self.configs[0].store.slab_tokens,
-            on_warning=on_notice,
-        )
         self._link = link or (CudaLink(target.device) if target.device.type == "cuda" else CpuLink())
+        store = self.configs[0].store
+        layout = target.kv_layout(store.page)
+        if target.kinds.full:
+            layout = stored_layout(layout, store.code, over_link=not self._link.in_place)
+        self.store = PagedKVStore(
+            layout,
+            pin=target.device.type == "cuda",
+            slab_tokens=store.slab_tokens,
+            on_warning=on_notice,
+            codec=machine_codec(),
+        )
         if other_links and self._link.in_place:
             raise UsageError("a target on the CPU attends KV where it lies: leave the other GPUs out")
         self._other_links = tuple(other_links)
@@ -307,7 +313,7 @@ class Engine:
         there = sum(block.weight_bytes for block in remote_mlps)
         others = [(link.device, 0 if at else there) for at, link in enumerate(self._other_links)]
         hardware = usable_hardware(self.target.device, loaded - there, self.on_progress, others)
-        host, kv = hardware.host, self._free_bytes + shared_tokens * self.store.layout.token_bytes
+        host, kv = hardware.host, self._free_bytes + shared_tokens * self.store.layout.stored_token_bytes
         host = replace(host, memory_bytes=host.memory_bytes + kv, lockable_bytes=host.lockable_bytes + kv)
         hardware = replace(hardware, host=host)
         if sequences > 1:
@@ -340,7 +346,7 @@ class Engine:
         layout = self.store.layout
         page = layout.page_size
         means = max(layout.means_bytes(page, *kept_means(config)) for config in self.configs) // page
-        token_bytes = layout.token_bytes + means
+        token_bytes = layout.stored_token_bytes + means
         if self.target.device.type == "cpu":
             token_bytes += self.target.hidden_size * self.target.dtype.itemsize  # the prompt's hidden states
         # What the store has free is used again before more is asked for.

@@ -15,11 +15,12 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from cpu_kv.packed import PackedShape, PackedSide
 from offload_rt.files import replacing
 from offload_rt.machine.memory import cache_folder
 
@@ -43,16 +44,52 @@ class _Pages(ctypes.Structure):
         return cls(tensor.data_ptr(), *tensor.stride()[:3], tensor.shape[2])
 
 
-class _Call(ctypes.Structure):
-    """The arguments of a call, as `Call` of `attention.cpp`."""
+class _PackedShape(ctypes.Structure):
+    """The shape of packed pages, as `PackedShape` of `packed.h`."""
 
     _fields_ = [
-        *((name, _Pages) for name in ("queries", "keys", "values")),
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "mask", "mass")),
-        *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim")),
-        *((name, ctypes.c_int64) for name in ("threads", "chunk", "period", "step")),
-        ("scale", ctypes.c_float),
+        (name, ctypes.c_int64)
+        for name in ("heads", "page_tokens", "dim", "words", "bases_at", "rows_at", "nbytes")
     ]
+
+    @classmethod
+    def of(cls, shape: PackedShape) -> Self:
+        sizes = shape.kv_heads, shape.page_size, shape.head_dim
+        return cls(*sizes, shape.words, shape.bases_at, shape.rows_at, shape.nbytes)
+
+
+class _PackedPages(ctypes.Structure):
+    """A side of packed pages, as `PackedPages` of `packed.h`."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("page_tokens", "side")),
+        ("shape", _PackedShape),
+    ]
+
+    @classmethod
+    def of(cls, side: PackedSide) -> Self:
+        shape = side.packed_shape
+        return cls(side.packed.data_ptr(), shape.page_size, side.side, _PackedShape.of(shape))
+
+
+def _call_over(pages: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """Returns the arguments of a call over keys and values in a form, as `Call` of `attention.cpp`."""
+
+    class Call(ctypes.Structure):
+        _fields_ = [
+            ("queries", _Pages),
+            *((name, pages) for name in ("keys", "values")),
+            *((name, ctypes.c_void_p) for name in ("out", "lse", "mask", "mass")),
+            *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim")),
+            *((name, ctypes.c_int64) for name in ("threads", "chunk", "period", "step")),
+            ("scale", ctypes.c_float),
+        ]
+
+    return Call
+
+
+_Call, _PackedCall = _call_over(_Pages), _call_over(_PackedPages)
 
 
 class Kernel:
@@ -69,15 +106,19 @@ class Kernel:
         self.bfloat16_dots = bool(library.offload_rt_bfloat16_dots())
         self._entry: dict[torch.dtype, Callable[..., None]] = {}
         for dtype in (torch.float32, torch.bfloat16):
-            name = f"offload_rt_attend_{str(dtype).removeprefix('torch.')}"
-            function = getattr(library, name)
-            function.argtypes, function.restype = (ctypes.POINTER(_Call),), None
-            self._entry[dtype] = function
+            name = f"attend_{str(dtype).removeprefix('torch.')}"
+            self._entry[dtype] = _function(library, name, ctypes.POINTER(_Call))
+        pointer, number, shape = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_PackedShape)
+        self._attend_packed = _function(library, "attend_packed", ctypes.POINTER(_PackedCall))
+        self._pack = _function(library, "pack", shape, pointer, number, pointer, number)
+        runs = (*[pointer] * 4, number, number)
+        self._unpack = _function(library, "unpack", shape, *runs, pointer, number)
 
     def supports(self, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Returns whether it supports the tensors: float32 or bfloat16, head_dim a multiple of `lanes`."""
         return (
             queries.dtype in self._entry
+            and isinstance(keys, PackedSide) == isinstance(values, PackedSide)
             and queries.shape[-1] % self.lanes == 0
             and queries.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
         )
@@ -105,7 +146,7 @@ class Kernel:
 
         Args:
             queries: `[heads, query, dim]`.
-            keys, values: `[pages, heads, tokens, dim]`.
+            keys, values: `[pages, heads, tokens, dim]`, both plain or both packed.
             mask: additive, `[query, pages * tokens]`; None: every key is seen.
             threads: size of the team (default: torch's number for the calling thread).
             mass: output, `[heads, sampled_query, chunks]` float32: the share of attention that sampled
@@ -123,13 +164,43 @@ class Kernel:
             return out, lse
         if mask is not None:
             mask = mask.to(torch.float32).contiguous()
-        pages = map(_Pages.of, (queries[None], keys, values))
         addresses = (None if part is None else part.data_ptr() for part in (out, lse, mask, mass))
         team = torch.get_num_threads() if threads is None else threads
         chunk = 1 if mass is None else tokens // mass.shape[2]
-        call = _Call(*pages, *addresses, heads, count, tokens, dim, team, chunk, period, step, scale)
-        self._entry[queries.dtype](ctypes.byref(call))
+        sizes = *addresses, heads, count, tokens, dim, team, chunk, period, step, scale
+        asked = _Pages.of(queries[None])
+        if isinstance(keys, PackedSide) and isinstance(values, PackedSide):
+            packed = _PackedCall(asked, _PackedPages.of(keys), _PackedPages.of(values), *sizes)
+            self._attend_packed(ctypes.byref(packed))
+        else:
+            call = _Call(asked, _Pages.of(keys), _Pages.of(values), *sizes)
+            self._entry[queries.dtype](ctypes.byref(call))
         return out, lse
+
+    def pack(self, shape: PackedShape, pages: Tensor, packed: Tensor) -> None:
+        """Packs contiguous pages of bfloat16; see `PageCodec.encode`."""
+        team = torch.get_num_threads()
+        self._pack(_PackedShape.of(shape), pages.data_ptr(), len(pages), packed.data_ptr(), team)
+
+    def unpack(
+        self, shape: PackedShape, packed: Tensor, pages: Tensor, heads: Tensor, first: Tensor, out: Tensor
+    ) -> None:
+        """Unpacks runs of tokens of packed pages to `out`, contiguous `[runs, tokens, head_dim]`.
+
+        Args:
+            pages, heads, first: of each run, int64; heads of keys and values are counted together.
+        """
+        runs = (one.contiguous() for one in (pages, heads, first))
+        kept = [packed, *runs]  # until the call has ended
+        addresses = (one.data_ptr() for one in kept)
+        team = torch.get_num_threads()
+        self._unpack(_PackedShape.of(shape), *addresses, len(out), out.shape[1], out.data_ptr(), team)
+
+
+def _function(library: ctypes.CDLL, name: str, *types: Any) -> Callable[..., None]:
+    function: Callable[..., None] = getattr(library, f"offload_rt_{name}")
+    function.argtypes, function.restype = types, None  # type: ignore[attr-defined]
+    return function
 
 
 @functools.cache

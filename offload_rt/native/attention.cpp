@@ -16,6 +16,8 @@
 
 #include "bf16_dots.h"
 #include "block.h"
+#include "packed.h"
+#include "pages.h"
 #include "vectors.h"
 #include "widened.h"
 
@@ -94,29 +96,6 @@ static inline void softmax_weights(Scratch<Products>& s, int scored, int r, int 
     }
     store(&s.denominator[r * LANES], denominator);
 }
-
-// Consecutive rows of entries; the stride counts entries.
-template <typename T> struct Rows {
-    const T* data;
-    int64_t stride;
-};
-
-// A tensor [pages, heads, page_tokens, dim]; strides count entries, rows are contiguous.
-template <typename T> struct Pages {
-    using Entry = T;
-    const T* data;
-    int64_t page_stride, head_stride, row_stride, page_tokens;
-    const T* at(int64_t head, int64_t token) const {
-        return data + token / page_tokens * page_stride + head * head_stride + token % page_tokens * row_stride;
-    }
-
-    // The rows of a block, which lies within a page. Entries in another form are decoded into `scratch`
-    // [BLOCK][dim] first; these are read in place.
-    Rows<T> block(int64_t head, int64_t token, int, T*) const { return {at(head, token), row_stride}; }
-
-    // What to prefetch while the block before is computed.
-    const T* ahead(int64_t head, int64_t token) const { return at(head, token); }
-};
 
 // The arguments of a call (`_Call` in __init__.py). `out` [heads, count, dim], `lse` [heads, count], `mask`
 // [count, tokens] or null, and `mass` [heads, sampled, tokens / chunk] or null are contiguous. `mass` receives the
@@ -267,15 +246,36 @@ template <typename Products, typename Side> static void attend(const Call<Side>&
     }
 }
 
+template <typename Side> static void attend_bfloat16(const Call<Side>& call) {
+#ifdef OFFLOAD_RT_BF16_DOTS
+    if (call.dim % Bf16DotProducts::STEP == 0) return attend<Bf16DotProducts>(call);
+#endif
+    attend<WidenedProducts<BFloat16>>(call);
+}
+
 extern "C" {
 
 void offload_rt_attend_float32(const Call<Pages<float>>* call) { attend<WidenedProducts<float>>(*call); }
 
-void offload_rt_attend_bfloat16(const Call<Pages<BFloat16>>* call) {
-#ifdef OFFLOAD_RT_BF16_DOTS
-    if (call->dim % Bf16DotProducts::STEP == 0) return attend<Bf16DotProducts>(*call);
-#endif
-    attend<WidenedProducts<BFloat16>>(*call);
+void offload_rt_attend_bfloat16(const Call<Pages<BFloat16>>* call) { attend_bfloat16(*call); }
+
+void offload_rt_attend_packed(const Call<PackedPages>* call) { attend_bfloat16(*call); }
+
+// Packs `count` pages.
+void offload_rt_pack(const PackedShape* shape, const uint16_t* pages, int64_t count, uint8_t* packed, int64_t threads) {
+    const int64_t values = shape->sides() * shape->page_tokens * shape->dim;
+#pragma omp parallel for num_threads(int(threads)) if (count > 1)
+    for (int64_t page = 0; page < count; ++page) pack(*shape, pages + page * values, packed + page * shape->nbytes);
+}
+
+// Unpacks `count` runs of `tokens` tokens, given their pages, heads and first tokens, to `out` [count][tokens][dim]. Heads
+// of keys and values are counted together.
+void offload_rt_unpack(const PackedShape* shape, const uint8_t* packed, const int64_t* pages, const int64_t* heads,
+                       const int64_t* first, int64_t count, int64_t tokens, BFloat16* out, int64_t threads) {
+    const int64_t size = tokens * shape->dim;
+#pragma omp parallel for num_threads(int(threads)) if (count * size > 65536)
+    for (int64_t run = 0; run < count; ++run)
+        unpack(*shape, packed + pages[run] * shape->nbytes, heads[run], first[run], tokens, out + run * size);
 }
 
 int64_t offload_rt_lanes() { return LANES; }

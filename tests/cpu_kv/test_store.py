@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from cpu_kv import KVLayout, PagedKVStore, SequenceKV, head_major, part_of, pinned
+from cpu_kv.packed import PackedSide
 from cpu_kv.pages import PagePool
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
@@ -26,13 +27,19 @@ EMPTY = torch.zeros(2, 2, 0, 4)
 
 def joined(pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Keys and values of some pieces, `[2, kv_heads, tokens, head_dim]`."""
-    return torch.cat([EMPTY, *(torch.stack([head_major(side) for side in piece]) for piece in pieces)], dim=2)
+    whole = [torch.stack([head_major(side) for side in piece]) for piece in pieces]
+    return torch.cat([EMPTY.to(whole[0].dtype) if whole else EMPTY, *whole], dim=2)
 
 
 def means_of(kv: Tensor, size: int) -> Tensor:
     """Means of the full chunks of `[sides, kv_heads, tokens, head_dim]`."""
     full = kv.shape[2] // size
-    return kv[:, :, : full * size].unflatten(2, (full, size)).mean(dim=3)
+    return kv[:, :, : full * size].unflatten(2, (full, size)).mean(dim=3, dtype=torch.float32).to(kv.dtype)
+
+
+def page_at(keys: Tensor, page: int) -> int:
+    """Where a page of views lies."""
+    return (keys.packed if isinstance(keys, PackedSide) else keys)[page].data_ptr()
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -41,17 +48,26 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(
         sizes=st.sampled_from([(1, 1), (3, 1), (3, 3), (4, 2), (4, 4), (8, 2), (8, 4)]),
         slab_tokens=st.sampled_from([1, 10, 32]),
+        packed=st.booleans(),
     )
-    def open(self, sizes: tuple[int, int], slab_tokens: int) -> None:
-        page, chunk = sizes
-        self.layout = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=page)
+    def open(self, sizes: tuple[int, int], slab_tokens: int, packed: bool) -> None:
+        (page, chunk), dtype = sizes, torch.bfloat16 if packed else torch.float32
+        self.layout = KVLayout(2, kv_heads=2, head_dim=4, dtype=dtype, page_size=page, packed=packed)
         self.store = PagedKVStore(self.layout, slab_tokens=slab_tokens)
         self.random = torch.Generator().manual_seed(1)
         self.chunks = [chunk] * 3
         self.sequences = [self.store.new_sequence(chunk, page_means=True) for _ in range(3)]
-        self.plain = [[EMPTY, EMPTY] for _ in range(3)]
+        self.empty = EMPTY.to(dtype)
+        self.plain = [[self.empty, self.empty] for _ in range(3)]
         for layer in range(2):  # for forks: by single appends layers seldom get many tokens in common
             self.append(0, layer, 25, False)
+
+    def drawn(self, *sizes: int) -> Tensor:
+        """Values, and sometimes so many small ones among them that pages cannot be packed."""
+        often = 0.5 * (torch.rand(1, generator=self.random) > 0.7)
+        small = torch.rand(sizes, generator=self.random) < often
+        values = torch.randn(sizes, generator=self.random)
+        return torch.where(small, values * 2.0**-40, values).to(self.layout.dtype)
 
     @rule(
         who=st.integers(0, 2),
@@ -61,7 +77,7 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def append(self, who: int, layer: int, tokens: int, inference: bool) -> None:
         """In any mode: the last write-back of an engine may be counted outside inference mode."""
-        kv = torch.randn(2, 2, tokens, 4, generator=self.random).requires_grad_(not inference)
+        kv = self.drawn(2, 2, tokens, 4).requires_grad_(not inference)
         with torch.inference_mode() if inference else nullcontext():
             self.sequences[who].append(layer, kv[0], kv[1])
         self.plain[who][layer] = torch.cat([self.plain[who][layer], kv.detach()], dim=2)
@@ -106,10 +122,17 @@ class StoreMachine(RuleBasedStateMachine):
         start = sequence.layer_length(layer)
         if start % page:
             return
-        pages = torch.randn(self.layout.pages_shape(self.layout.pages(tokens)), generator=self.random)
-        places = sequence.memory(layer, start, start + len(pages) * page)
-        for place, part in zip(places, pages.view(-1).split([one.numel() for one in places]), strict=True):
+        pages = self.drawn(*self.layout.pages_shape(self.layout.pages(tokens)))
+        whole = tokens // page if self.layout.packed else len(pages)
+        end = start + whole * page
+        stored = pages[:whole]
+        if self.layout.packed:
+            stored = self.store.codec.encode(self.layout.packed_shape, stored)
+        places = sequence.memory(layer, start, end, write=True)
+        for place, part in zip(places, stored.view(-1).split([one.numel() for one in places]), strict=True):
             place.copy_(part)
+        for at in [*sequence.overflowing(layer, start, end), *([end] if whole < len(pages) else [])]:
+            sequence.open_page(layer, at).copy_(pages[(at - start) // page])
         sequence.advance(layer, tokens)
         written = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
         self.plain[who][layer] = torch.cat([self.plain[who][layer], written], dim=2)
@@ -118,7 +141,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reopen(self, who: int) -> None:
         self.sequences[who].close()
         self.sequences[who] = self.store.new_sequence(self.chunks[who], page_means=True)
-        self.plain[who] = [EMPTY, EMPTY]
+        self.plain[who] = [self.empty, self.empty]
 
     @invariant()
     def everything_is_there(self) -> None:
@@ -136,24 +159,31 @@ class StoreMachine(RuleBasedStateMachine):
                 torch.testing.assert_close(sequence.summaries.means(layer), means_of(kv[:1], chunk))
                 pages = means_of(kv, self.layout.page_size)
                 torch.testing.assert_close(sequence.page_means.means(layer), pages)
-        pages = {
-            page.data_ptr(): page.shape[1]  # tokens, by where the keys of a page lie
-            for sequence in self.sequences
-            for layer in range(2)
-            for keys, _ in sequence.views(layer)
-            for page in keys
-        }
-        used = sum(pages.values()) * self.layout.layer_token_bytes
-        assert self.store.used_bytes == used <= self.store.reserved_bytes
+                self.full_pages_are_packed(sequence, layer)
+        parts = [keys for one in self.sequences for layer in range(2) for keys, _ in one.views(layer)]
+        tokens = {page_at(keys, page): keys.shape[2] for keys in parts for page in range(len(keys))}
+        used = sum(map(self.layout.layer_bytes, tokens.values()))
+        assert self.store.used_bytes == used
+        if not self.layout.packed:  # a packed page that was cut counts as one that is not packed
+            assert used <= self.store.reserved_bytes
+
+    def full_pages_are_packed(self, sequence: SequenceKV, layer: int) -> None:
+        """Those that can be."""
+        shape, page = self.layout.packed_shape, self.layout.page_size
+        for keys, values in sequence.views(layer) if self.layout.packed else ():
+            if not isinstance(keys, PackedSide) and keys.shape[2] == page:
+                whole = torch.stack([keys, values], 1)
+                assert shape.overflows(self.store.codec.encode(shape, whole)).all()
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
             for sequence in self.sequences:
                 sequence.close()
             reserved, one = self.store.reserved_bytes, self.store.new_sequence()
-            one.reserve(reserved // self.layout.token_bytes)
+            tokens = reserved // (2 * self.layout.page_bytes) * self.layout.page_size
+            one.reserve(tokens)
             assert self.store.reserved_bytes == reserved, "every page is free again, and once"
-            one.append(0, *torch.zeros(2, 2, reserved // self.layout.token_bytes, 4))
+            one.append(0, *self.drawn(2, 2, tokens, 4))
             self.store.close()
             assert self.store.reserved_bytes == 0
 
@@ -406,3 +436,35 @@ def test_kernels_of_a_device_read_page_locked_kv_where_it_lies(index: int) -> No
         sequence = store.new_sequence()
         sequence.append(0, *kv[0])
         assert sequence.device_views(0, 0, 70, device) is None
+
+
+PACKED = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.bfloat16, page_size=8, packed=True)
+
+
+def test_a_sequence_that_is_cut_within_a_packed_page_goes_on() -> None:
+    kv = torch.randn(2, 2, 2, 30, 4, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    with PagedKVStore(PACKED) as store:
+        sequence = store.new_sequence()
+        for layer in range(2):
+            sequence.append(layer, *kv[layer, :, :, :24])
+        forms = [[keys.__class__ for keys, _ in sequence.views(0, *ends)] for ends in ((0, 24), (3, 19))]
+        assert forms == [[PackedSide], [Tensor, PackedSide, Tensor]], "what is cut is unpacked"
+        sequence.truncate(19)
+        for layer in range(2):
+            assert torch.equal(joined(sequence.views(layer)), kv[layer, :, :, :19])
+            sequence.append(layer, *kv[layer, :, :, 19:21])
+            sequence.append(layer, *kv[layer, :, :, 21:])
+            assert torch.equal(joined(sequence.views(layer)), kv[layer])
+            assert [keys.__class__ for keys, _ in sequence.views(layer)] == [PackedSide, Tensor]
+
+
+def test_pages_that_are_written_whole_replace_what_was_there() -> None:
+    """As where an engine failed to write a page of a prompt, and writes it again as a full one."""
+    pages = torch.randn(PACKED.pages_shape(2), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    with PagedKVStore(PACKED) as store:
+        sequence = store.new_sequence()
+        sequence.open_page(0, 8).fill_(7.0)
+        (place,) = sequence.memory(0, 0, 16, write=True)
+        place.copy_(store.codec.encode(PACKED.packed_shape, pages).view(-1))
+        sequence.advance(0, 16)
+        assert torch.equal(joined(sequence.views(0)), pages.permute(1, 2, 0, 3, 4).flatten(2, 3))

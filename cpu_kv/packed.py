@@ -1,0 +1,260 @@
+"""Lossless packed pages: bfloat16 keys and values in 12 bits, and a short list of those that need more.
+
+Sign and mantissa of a bfloat16 value take 8 bits as they are. Its exponent takes 4: its distance from a base,
+the exponent of the channel's largest value in the page less 14. Exponents below the base are escapes: their
+code is 15, and the page lists them. A packed page has a fixed size, so consecutive ones are contiguous::
+
+    escapes   int32 [words]                               their number, then position << 8 | exponent, rising
+    bases     uint8 [2, kv_heads, head_dim]               of keys, then of values
+    rows      uint8 [2, kv_heads, page_size, 3 * head_dim / 2]
+
+A row holds the signs and mantissas of a token's channels, then its codes: byte ``i`` those of channels ``i``
+and, in its upper half, ``i + head_dim / 2``. A position counts the values of the page in the order of
+``KVLayout.pages_shape``. A page with more escapes than the list has room for cannot be packed.
+
+The functions of `PageCodec` are plain torch, for any device: the reference of faster ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+ESCAPE = 15
+MOST_VALUES = 2**23
+"""Most values of a page: a position and an exponent share 31 bits."""
+ALIGNMENT = 64  # bytes
+VALUES_AT_A_TIME = 2**22
+
+
+@dataclass(frozen=True)
+class PackedShape:
+    """The shape of a page of one layer, and where the parts of its packed form lie, in bytes."""
+
+    kv_heads: int
+    page_size: int
+    head_dim: int
+
+    @property
+    def values(self) -> int:
+        """Number of values of a page."""
+        return 2 * self.kv_heads * self.page_size * self.head_dim
+
+    @property
+    def words(self) -> int:
+        """Number of int32 of the list of escapes; the first one is how many there are."""
+        return max(ALIGNMENT // 4, self.values // 256)
+
+    @property
+    def capacity(self) -> int:
+        """Most escapes of a page."""
+        return self.words - 1
+
+    @property
+    def bases_at(self) -> int:
+        return 4 * self.words
+
+    @property
+    def rows_at(self) -> int:
+        return self.bases_at + 2 * self.kv_heads * self.head_dim
+
+    @property
+    def row_bytes(self) -> int:
+        return 3 * self.head_dim // 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a packed page."""
+        end = self.rows_at + 2 * self.kv_heads * self.page_size * self.row_bytes
+        return -(-end // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def supported(self) -> bool:
+        """Whether such pages can be packed."""
+        return self.head_dim % 2 == 0 and self.values <= MOST_VALUES
+
+    def escapes(self, packed: Tensor) -> Tensor:
+        """Returns a view of the lists of escapes, int32 ``[pages, words]``."""
+        return packed[:, : self.bases_at].view(torch.int32)
+
+    def bases(self, packed: Tensor) -> Tensor:
+        """Returns a view of the bases, ``[pages, 2, kv_heads, head_dim]``."""
+        sizes = (2, self.kv_heads, self.head_dim)
+        bases: Tensor = packed[:, self.bases_at : self.rows_at].unflatten(1, sizes)
+        return bases
+
+    def rows(self, packed: Tensor) -> Tensor:
+        """Returns a view of the rows, ``[pages, 2, kv_heads, page_size, row_bytes]``."""
+        sizes = (2, self.kv_heads, self.page_size, self.row_bytes)
+        end = self.rows_at + 2 * self.kv_heads * self.page_size * self.row_bytes
+        rows: Tensor = packed[:, self.rows_at : end].unflatten(1, sizes)
+        return rows
+
+    def overflows(self, packed: Tensor) -> Tensor:
+        """Returns which pages have more escapes than their list holds, ``[pages]``."""
+        return self.escapes(packed)[:, 0] > self.capacity
+
+
+class PageCodec:
+    """Packs and unpacks pages. Nothing waits for a device.
+
+    ``packed`` is uint8 ``[pages, PackedShape.nbytes]``.
+    """
+
+    def encode(self, shape: PackedShape, pages: Tensor) -> Tensor:
+        """Returns pages ``[pages, 2, kv_heads, page_size, head_dim]`` of bfloat16 in packed form.
+
+        A page that ``PackedShape.overflows`` is not whole in this form.
+        """
+        packed = pages.new_empty(len(pages), shape.nbytes, dtype=torch.uint8)
+        step = max(1, VALUES_AT_A_TIME // shape.values)
+        for some, out in zip(pages.split(step), packed.split(step), strict=True):
+            _encode(shape, some, out)
+        return packed
+
+    def decode(self, shape: PackedShape, packed: Tensor, out: Tensor, first_side: int = 0) -> None:
+        """Unpacks pages to ``out``, bfloat16 ``[pages, sides, kv_heads, page_size, head_dim]``.
+
+        ``first_side``: 0: keys come first; 1: ``out`` has values alone.
+        """
+        step = max(1, VALUES_AT_A_TIME // shape.values)
+        for some, there in zip(packed.split(step), out.split(step), strict=True):
+            sides = slice(first_side, first_side + out.shape[1])
+            rows, bases = shape.rows(some)[:, sides], shape.bases(some)[:, sides, :, None]
+            bits = _bits(rows, bases)
+            _restore_escapes(shape, some, bits, first_side)
+            there.copy_(bits.view(torch.bfloat16))
+
+    def take(self, side: PackedSide, page: Tensor, head: Tensor, token: Tensor, out: Tensor) -> None:
+        """Unpacks runs of tokens, each of one page and head.
+
+        ``out``: contiguous, ``[runs, n, head_dim]``: tokens ``token`` .. ``token + n`` of each run.
+        ``page``, ``head``, ``token``: of each run, int64.
+        """
+        shape, packed = side.packed_shape, side.packed
+        tokens = token[:, None] + torch.arange(out.shape[1], device=token.device)
+        pages, heads = page[:, None], head[:, None]
+        rows = shape.rows(packed)[pages, side.side, heads, tokens]
+        bits = _bits(rows, shape.bases(packed)[page, side.side, head][:, None])
+        # Of all escapes of these pages, those in the rows: a search in the list of each page.
+        lists = shape.escapes(packed)[page]
+        place = torch.arange(shape.words, device=page.device)
+        positions = torch.where((place > 0) & (place <= lists[:, :1]), lists >> 8, -1)
+        first = ((side.side * shape.kv_heads + head) * shape.page_size + token) * shape.head_dim
+        at = positions - first[:, None]
+        inside = (at >= 0) & (at < out.shape[1] * shape.head_dim)
+        _put_exponents(bits.flatten(1), torch.where(inside, at, -1), lists & 255)
+        out.copy_(bits.view(torch.bfloat16))
+
+
+def _encode(shape: PackedShape, pages: Tensor, out: Tensor) -> None:
+    bits = pages.contiguous().view(torch.int16).to(torch.int32)
+    exponents = (bits >> 7) & 255
+    bases = (exponents.amax(3) - ESCAPE + 1).clamp(min=0)
+    codes = exponents - bases[:, :, :, None]
+    escaped = codes < 0
+    codes = codes.masked_fill(escaped, ESCAPE)
+    half = shape.head_dim // 2
+    out.zero_()
+    rows = shape.rows(out)
+    rows[..., : shape.head_dim] = ((bits >> 8) & 128) | (bits & 127)
+    rows[..., shape.head_dim :] = codes[..., :half] | (codes[..., half:] << 4)
+    shape.bases(out).copy_(bases)
+    # Every escape to its place in the list, all other values and those beyond its end to a last one.
+    escaped = escaped.flatten(1)
+    number = escaped.cumsum(1, dtype=torch.int64)
+    place = torch.where(escaped & (number <= shape.capacity), number, shape.words)
+    entries = (torch.arange(shape.values, device=pages.device, dtype=torch.int32) << 8) | exponents.flatten(1)
+    lists = torch.zeros(len(pages), shape.words + 1, dtype=torch.int32, device=pages.device)
+    lists.scatter_(1, place, entries)
+    lists[:, 0] = number[:, -1]
+    shape.escapes(out).copy_(lists[:, : shape.words])
+
+
+def _bits(rows: Tensor, bases: Tensor) -> Tensor:
+    """Returns the int16 bits of rows ``[…, row_bytes]`` with bases ``[…, head_dim]``, without escapes."""
+    dim = bases.shape[-1]
+    exact, codes = rows[..., :dim].to(torch.int32), rows[..., dim:].to(torch.int32)
+    exponents = torch.cat([codes & 15, codes >> 4], dim=-1) + bases
+    bits = ((exact & 128) << 8) | ((exponents & 255) << 7) | (exact & 127)
+    return bits.to(torch.int16)
+
+
+def _restore_escapes(shape: PackedShape, packed: Tensor, bits: Tensor, first_side: int) -> None:
+    """Gives the escapes of whole sides ``[pages, sides, …]`` their exponents."""
+    lists = shape.escapes(packed)
+    place = torch.arange(shape.words, device=packed.device)
+    at = (lists >> 8) - first_side * shape.values // 2
+    flat = bits.flatten(1)
+    valid = (place > 0) & (place <= lists[:, :1]) & (at >= 0) & (at < flat.shape[1])
+    _put_exponents(flat, torch.where(valid, at, -1), lists & 255)
+
+
+def _put_exponents(bits: Tensor, at: Tensor, exponents: Tensor) -> None:
+    """Replaces the exponents at ``at`` (negative: nowhere) of ``bits`` ``[n, values]``, in place."""
+    # A column more, for what is to be left out.
+    wide = torch.cat([bits, bits.new_zeros(len(bits), 1)], dim=1)
+    at = torch.where(at < 0, bits.shape[1], at).to(torch.int64)
+    kept = wide.gather(1, at).to(torch.int32) & 0x807F
+    wide.scatter_(1, at, (kept | (exponents << 7)).to(torch.int16))
+    bits.copy_(wide[:, :-1])
+
+
+class PackedSide(Tensor):
+    """The keys or values of packed pages, to torch's operators ``[pages, kv_heads, page_size, head_dim]``.
+
+    Whole pages are picked (``side[2:5]``) without unpacking. Any other operator unpacks all of its pages
+    first, so what is read often reads ``packed`` itself. It must not be written to.
+    """
+
+    packed: Tensor  # uint8 [pages, nbytes]
+    packed_shape: PackedShape
+    codec: PageCodec
+    side: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, packed_shape: PackedShape, codec: PageCodec, side: int) -> PackedSide:
+        sizes = (len(packed), packed_shape.kv_heads, packed_shape.page_size, packed_shape.head_dim)
+        made: PackedSide = Tensor._make_wrapper_subclass(
+            cls, sizes, dtype=torch.bfloat16, device=packed.device
+        )
+        made.packed, made.packed_shape, made.codec, made.side = packed, packed_shape, codec, side
+        return made
+
+    @classmethod
+    def pair(cls, packed: Tensor, packed_shape: PackedShape, codec: PageCodec) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of pages."""
+        keys, values = (cls(packed, packed_shape, codec, side) for side in range(2))
+        return keys, values
+
+    def unpacked(self) -> Tensor:
+        """Returns the pages as a plain tensor."""
+        out = self.packed.new_empty(len(self.packed), 1, *self.shape[1:], dtype=torch.bfloat16)
+        self.codec.decode(self.packed_shape, self.packed, out, self.side)
+        return out[:, 0]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"PackedSide({list(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        first = args[0] if args else None
+        if function is torch.ops.aten.detach.default:
+            return first
+        if function is torch.ops.aten.slice.Tensor and isinstance(first, cls) and not (args[1:2] or [0])[0]:
+            pages = function(first.packed, *args[1:], **(kwargs or {}))
+            return cls(pages, first.packed_shape, first.codec, first.side)
+        plain_args, plain_kwargs = tree_map(_plain, (args, kwargs or {}))
+        return function(*plain_args, **plain_kwargs)
+
+
+def _plain(value: Any) -> Any:
+    return value.unpacked() if isinstance(value, PackedSide) else value

@@ -1,0 +1,89 @@
+"""The codecs of packed pages for this machine, and whether a store packs its pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from cpu_kv import KVLayout
+from cpu_kv.packed import PackedShape, PackedSide, PageCodec
+from offload_rt.attention.backends import use_triton
+from offload_rt.config import PageCode
+from offload_rt.errors import UsageError
+from offload_rt.native import Kernel, load_kernel
+
+
+def stored_layout(layout: KVLayout, code: PageCode, *, over_link: bool) -> KVLayout:
+    """Returns the layout in which the store keeps its pages.
+
+    Args:
+        layout: of the model's KV.
+        code: `store.code`. `auto` packs pages that cross a link: where they are attended in place, unpacking
+            costs more than it saves.
+
+    Raises:
+        UsageError: `packed`, and such pages cannot be packed.
+    """
+    if code == "raw" or layout.packed or not layout.token_bytes:
+        return layout
+    if code == "auto":
+        smaller = layout.packable and layout.packed_shape.nbytes < layout.page_bytes
+        return replace(layout, packed=over_link and smaller)
+    if layout.dtype != torch.bfloat16:
+        kind = str(layout.dtype).removeprefix("torch.")
+        raise UsageError(
+            f"store.code = 'packed': packs bfloat16 alone, and the model's KV is {kind}: run it with --dtype"
+            " bfloat16, or leave store.code at 'auto'"
+        )
+    if not layout.packable:
+        raise UsageError(
+            f"store.code = 'packed': a page has {layout.packed_shape.values:,} values in rows of"
+            f" {layout.head_dim}, too many or an odd number: use a smaller store.page, or store.code = 'raw'"
+        )
+    return replace(layout, packed=True)
+
+
+class MachineCodec(PageCodec):
+    """Packs and unpacks by our own kernels where there are some for the device, else by plain torch."""
+
+    def __init__(self, kernel: Kernel | None) -> None:
+        self._kernel = kernel
+
+    def encode(self, shape: PackedShape, pages: Tensor) -> Tensor:
+        if self._kernel is None or pages.device.type != "cpu":
+            return super().encode(shape, pages)
+        packed = pages.new_empty(len(pages), shape.nbytes, dtype=torch.uint8)
+        self._kernel.pack(shape, pages.contiguous(), packed)
+        return packed
+
+    def decode(self, shape: PackedShape, packed: Tensor, out: Tensor, first_side: int = 0) -> None:
+        if packed.is_cuda and packed.is_contiguous() and out.is_contiguous() and use_triton() is None:
+            from offload_rt.attention import triton_pages  # Triton is not in every installation
+
+            with torch.cuda.device(packed.device):
+                triton_pages.decode(shape, packed, out, first_side)
+            return None
+        if self._kernel is None or packed.device.type != "cpu" or not out.is_contiguous():
+            return super().decode(shape, packed, out, first_side)
+        sides = out.shape[1] * shape.kv_heads
+        heads = torch.arange(sides) + first_side * shape.kv_heads
+        pages = torch.arange(len(packed)).repeat_interleave(sides)
+        first = torch.zeros_like(pages)
+        self._kernel.unpack(shape, packed, pages, heads.repeat(len(packed)), first, out.flatten(0, 2))
+        return None
+
+    def take(self, side: PackedSide, page: Tensor, head: Tensor, token: Tensor, out: Tensor) -> None:
+        if self._kernel is None or out.device.type != "cpu":
+            return super().take(side, page, head, token, out)
+        shape = side.packed_shape
+        self._kernel.unpack(shape, side.packed, page, head + side.side * shape.kv_heads, token, out)
+        return None
+
+
+@cache
+def machine_codec() -> PageCodec:
+    """Returns the fastest codec."""
+    return MachineCodec(load_kernel())
