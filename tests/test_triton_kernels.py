@@ -24,7 +24,8 @@ pytest.importorskip("triton")
 if EMULATED:
     pytest.skip("they run on a GPU, or in the interpreter", allow_module_level=True)
 
-from offload_rt.attention import operators, triton_kernels, triton_operators  # noqa: E402
+from cpu_kv.packed import PackedShape, PageCodec  # noqa: E402
+from offload_rt.attention import operators, triton_kernels, triton_operators, triton_pages  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 INF = float("inf")
@@ -76,6 +77,33 @@ def test_merging(
     plain = operators.combine(parts, lses, *before)
     close(out, plain[0], dtype)
     close(lse, plain[1], dtype)
+
+
+@WIDE
+@given(
+    shape=st.builds(
+        PackedShape,
+        kv_heads=st.integers(1, 3),
+        page_size=st.sampled_from([4, 16, 40]),
+        head_dim=st.sampled_from([6, 16, 80]),
+    ),
+    pages=st.integers(0, 3),
+    side=st.integers(0, 1),
+    scale=st.sampled_from([0.0, 1.0, 4.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_unpacking(shape: PackedShape, pages: int, side: int, scale: float, seed: int) -> None:
+    """Of normal values, and of some that are far below the largest of their channels."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (pages, 2, shape.kv_heads, shape.page_size, shape.head_dim)
+    values, tiny = (torch.randn(sizes, generator=generator) for _ in range(2))
+    values = torch.where(tiny.abs() < 0.01 * scale, values * 2.0**-20, values).to(torch.bfloat16)
+    packed = PageCodec().encode(shape, values)
+    expected = torch.empty_like(values[:, side:].contiguous())
+    PageCodec().decode(shape, packed, expected, side)
+    found = torch.empty_like(expected, device=DEVICE)
+    triton_pages.decode(shape, packed.to(DEVICE), found, side)
+    assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
 
 
 MASS = given(
