@@ -28,8 +28,9 @@ CONTEXT = 131_072
 def request(
     overrides: Mapping[str, object] = {}, config: str = "triforce", context: int = CONTEXT, **changes: Any
 ) -> PlanRequest:
-    """Llama2-7B with a small draft at 128K on a desktop, unless `overrides` and `changes` say otherwise."""
-    asked = PlanRequest(LLAMA, JF68M, load_config(config, overrides), context, 256, DESKTOP)
+    """Llama2-7B with a small draft and raw pages at 128K on a desktop, unless arguments say otherwise."""
+    settings = load_config(config, {"store.code": "raw", **overrides})
+    asked = PlanRequest(LLAMA, JF68M, settings, context, 256, DESKTOP)
     return replace(asked, **changes)
 
 

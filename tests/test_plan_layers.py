@@ -66,7 +66,7 @@ def gemma_like() -> PreTrainedModel:
 def asked(
     target: ModelShape, config: str = "plain", context: int = 30_000, hardware: Hardware = DESKTOP
 ) -> PlanRequest:
-    return PlanRequest(target, None, load_config(config), context, 256, hardware)
+    return PlanRequest(target, None, load_config(config, {"store.code": "raw"}), context, 256, hardware)
 
 
 # Shapes.

@@ -51,7 +51,12 @@ def test_golden_plans(
     dtype = torch.float32 if model == "demo" else None
     small = None if draft is None else find_shape(draft, dtype)
     asked = PlanRequest(
-        find_shape(model, dtype), small, load_config(config), 127_000, 256, named_hardware(*machine)
+        find_shape(model, dtype),
+        small,
+        load_config(config, {"store.code": "raw"}),
+        127_000,
+        256,
+        named_hardware(*machine),
     )
     planned = plan(asked)
     check_sums(planned)
@@ -86,6 +91,21 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
     (card,) = both.placement.gpus
     assert card.resident_tokens > 0 <= both.placement.streamed_tokens - card.streamed_tokens <= 1
     assert both.ms < lanes.ms / 2
+
+
+def test_packed_pages_take_three_quarters_of_the_host_and_of_the_link() -> None:
+    raw, packed = request(), request({"store.code": "auto"})
+    share = packed.stored.stored_share
+    assert 0.75 < share <= 0.76 and raw.stored.stored_share == 1
+    assert host_memory(packed)["kv"] == pytest.approx(share * host_memory(raw)["kv"])
+    lanes, fewer = (expected_round(Predictor(one), CHAIN).verification for one in (raw, packed))
+    layer = Predictor(raw).dense(2).ms / LLAMA.layers
+    assert fewer.link - layer == pytest.approx(share * (lanes.link - layer), rel=1e-3)
+    slot = raw.ring_bytes // 3
+    assert packed.ring_bytes == pytest.approx((3 * share + 1) * slot)
+    # On a GPU it is as it is, and a CPU alone attends it in place.
+    assert packed.target.token_bytes == raw.target.token_bytes
+    assert request({"store.code": "auto"}, hardware=Hardware(HOST, (), measured=True)).stored == raw.stored
 
 
 def test_memory_of_a_card() -> None:

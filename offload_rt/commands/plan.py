@@ -226,6 +226,9 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
     paged = f" in {target.paged_layers} of {target.layers} layers" if target.kinds.local else ""
     if target.paged_layers:
         yield f"KV         {whole / GIB:.2f} GiB{paged}: {'; '.join(told)}"
+        if (stored := plan.request.stored).packed:
+            size, bits = plan.host["kv"] / GIB, 16 * stored.stored_share
+            yield f"store      {size:.2f} GiB of CPU memory: full pages are packed to {bits:.1f} bits a value"
     else:
         yield f"KV         nothing is paged: all {target.layers} layers keep a window or a state alone"
     yield from _local(target, plan.host if request.in_place else plan.gpus[0])

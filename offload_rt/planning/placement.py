@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cpu_kv import TransferEngine
+from cpu_kv import KVLayout, TransferEngine
 from offload_rt.caches.full import MOST_POINTS
 from offload_rt.caches.tiers import GpuTier, Tail
 from offload_rt.config import Config, SpeculationConfig
@@ -23,6 +23,7 @@ from offload_rt.levels.models import RetrievedLevel
 from offload_rt.machine.hardware import GIB, Gpu, Hardware
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape, yarn_hint
+from offload_rt.page_codec import stored_layout
 
 PADDING = 0.01  # share of a vocabulary by which two paddings of it may differ
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
@@ -85,7 +86,15 @@ class PlanRequest:
         """Bytes of a GPU's staging ring; 0 where nothing is paged."""
         if not self.target.paged_layers:
             return 0
-        return self.config.store.ring_buffers * self.segment_tokens * self.target.layer_token_bytes
+        layout, tokens = self.stored, self.segment_tokens
+        unpacked = tokens * layout.layer_token_bytes if layout.packed else 0
+        return self.config.store.ring_buffers * layout.layer_bytes(tokens) + unpacked
+
+    @cached_property
+    def stored(self) -> KVLayout:
+        """The layout of the KV in the store: in 12 bits a value where it is packed."""
+        layout = self.target.layout(self.config.store.page)
+        return stored_layout(layout, self.config.store.code, over_link=not self.in_place)
 
     @property
     def segment_tokens(self) -> int:
@@ -329,7 +338,7 @@ def shared(gpu: Gpu, sequences: int, loaded_bytes: int) -> Gpu:
 def host_memory(request: PlanRequest) -> Memory:
     """Returns the bytes that the host holds. With a GPU, `kv` is page-locked."""
     target, tokens = request.target, request.context + request.new_tokens
-    layout = target.layout(request.config.store.page)
+    layout = request.stored
     memory = {"kv": layout.reserved_bytes(tokens)}
     if means := layout.means_bytes(tokens, *kept_means(request.config)):
         memory["summaries"] = means

@@ -210,7 +210,8 @@ class Predictor:
         if self.request.in_place:
             return PassTime(placement, drafted, dense, self._attention(target, self.request.context, queries))
         link = cpu = others = memory = ahead = 0.0
-        streamed, exchanges = placement.streamed_bytes, target.paged_layers * EXCHANGE_MS
+        share, exchanges = self.request.stored.stored_share, target.paged_layers * EXCHANGE_MS
+        streamed = placement.streamed_bytes * share
         # The link streams beside all layers but the first; the last one attends what came last.
         layer = dense.ms / target.layers
         if streamed:
@@ -226,7 +227,7 @@ class Predictor:
             if tier.tokens:
                 attending = self._gpu_attention(gpu, target, tier.tokens, queries)
                 others = max(others, dense.ms + attending + exchanges)
-        if moved := streamed + placement.cpu_attended_bytes:
+        if moved := streamed + placement.cpu_attended_bytes * share:
             memory = host.read_ms(moved) + layer
         own = self._attention(target, placement.resident_tokens + placement.streamed_tokens, queries)
         return PassTime(placement, drafted, dense, own, link, cpu, others, memory, ahead)
@@ -340,5 +341,5 @@ class Predictor:
         gpu = self.request.hardware.gpus[0]
         sent = self.request.remote_mlps * tokens * target.hidden * target.dtype.itemsize
         computing += sent / gpu.to_host_rate / 1e6 + sent / gpu.to_device_rate / 1e6
-        writing = tokens * target.token_bytes / gpu.to_host_rate / 1e6
+        writing = tokens * target.token_bytes * self.request.stored.stored_share / gpu.to_host_rate / 1e6
         return max(computing, writing, launching)
