@@ -16,6 +16,7 @@ COMMANDS = {
     "model-card": ("model_card", "loss along a long prompt, needle score, acceptance of small caches"),
     "questions": ("questions", "a second question about a document: in memory, from disk, and cold"),
     "rollback": ("rollback", "ways to return recurrent states to the accepted tokens"),
+    "pages": ("pages", "packed pages: bits a value, rates of packing, and passes over a link"),
     "gpu": ("gpu", "checks that need a CUDA device"),
 }
 """Modules of this package, and what each command measures. A module has `add_arguments` and `run`."""

@@ -1,0 +1,174 @@
+"""`python -m bench pages`: bits of packed pages, rates of packing, and passes over a link."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bench.results import Row
+from bench.study import Part, Study
+from cpu_kv import KVLayout, PacedLink, TransferCounters
+from offload_rt.api import LLM
+from offload_rt.attention.backends import torch_threads
+from offload_rt.caches.base import NewTokens
+from offload_rt.commands.prompts import built_in
+from offload_rt.machine.measuring import CPU
+from offload_rt.model.loading import demo_model, load_model, load_tokenizer
+from offload_rt.model.passes import PassInput
+from offload_rt.page_codec import machine_codec, stored_layout
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of `pages`.
+
+    Attributes:
+        context: tokens of the demo's text that are read.
+        rate: GB/s of the emulated link.
+        queries: new tokens of the passes.
+        turns: times that each form is measured, one after the other.
+    """
+
+    context: int = 16_384
+    rate: float = 2.0
+    queries: tuple[int, ...] = (1, 17)
+    turns: int = 5
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: the embedded models in bfloat16."""
+
+    models: dict[str, PreTrainedModel]
+    tokenizer: PreTrainedTokenizerBase
+    sizes: Sizes
+    device: torch.device = CPU
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that a result states."""
+        return {"dtype": "bfloat16"}
+
+    @classmethod
+    def opened(cls, arguments: argparse.Namespace, sizes: Sizes) -> Subject:
+        models = {part: load_model(demo_model(part), CPU, torch.bfloat16) for part in ("target", "draft")}
+        tokenizer = load_tokenizer(demo_model("target"))
+        assert tokenizer is not None
+        return cls(models, tokenizer, sizes)
+
+    def read(self, part: str, code: str) -> LLM:
+        """Opens one of the models over a link, with the text read."""
+        link = PacedLink(1e9 * self.sizes.rate)
+        llm = LLM.from_models(self.models[part], config="plain", overrides={"store.code": code}, link=link)
+        llm.read(self.tokenizer(built_in())["input_ids"][: self.sizes.context])
+        return llm
+
+
+def code(subject: Subject) -> Iterator[Row]:
+    """Bits a value, escapes and rates of packing.
+
+    Of the KV that a model has of the text. `escapes`: share of the values that the list of a page has. The
+    rates are those of one core, in GB/s of unpacked values.
+    """
+    for part in subject.models:
+        with subject.read(part, "raw") as llm:
+            (sequence,) = llm.engine.sequences
+            layout = stored_layout(llm.engine.store.layout, "packed", over_link=True)
+            length = sequence.full.sequence.length // layout.page_size * layout.page_size
+            layers = [
+                torch.cat([torch.stack(sides, 1) for sides in sequence.full.sequence.views(layer, 0, length)])
+                for layer in range(layout.layers)
+            ]
+        yield {"model": part} | _packing(layout, layers, subject.sizes.turns)
+
+
+def _packing(layout: KVLayout, layers: list[Tensor], turns: int) -> Row:
+    """Packs the pages of all layers, and takes the time of the first one."""
+    shape, codec = layout.packed_shape, machine_codec()
+    packed = [codec.encode(shape, pages) for pages in layers]
+    out, size = torch.empty_like(layers[0]), layers[0].nbytes
+    return {
+        "bits a value": 16 * layout.stored_share,
+        "escapes": sum(int(shape.escapes(one)[:, 0].sum()) for one in packed)
+        / sum(map(Tensor.numel, layers)),
+        "pages unpacked": sum(int(shape.overflows(one).sum()) for one in packed),
+        "pack GB/s": size / _ms(lambda: codec.encode(shape, layers[0]), turns) / 1e6,
+        "unpack GB/s": size / _ms(lambda: codec.decode(shape, packed[0], out), turns) / 1e6,
+    }
+
+
+def passes(subject: Subject) -> Iterator[Row]:
+    """Milliseconds of a verification over the link, and MB that cross it for each."""
+    for queries in subject.sizes.queries:
+        row: Row = {"queries": queries}
+        with subject.read("target", "raw") as raw, subject.read("target", "packed") as packed:
+            llms = {"raw": raw, "packed": packed}
+            times: dict[str, list[float]] = {name: [] for name in llms}
+            for _ in range(subject.sizes.turns):
+                for name, llm in llms.items():
+                    times[name].append(_pass_ms(llm, queries))
+            for name, llm in llms.items():
+                (sequence,) = llm.engine.sequences
+                row |= {f"{name} ms": median(times[name]), f"{name} MB": _streamed(llm, queries) / 1e6}
+                sequence.stop()
+        yield row | {"share of bytes": row["packed MB"] / row["raw MB"]}
+
+
+@torch.inference_mode()
+def _pass_ms(llm: LLM, queries: int) -> float:
+    (sequence,) = llm.engine.sequences
+    full = sequence.full
+    full.abandon()  # so that no pass finds its first segments there
+    started = perf_counter()
+    sequence.target.forward([PassInput(full, NewTokens.chain(queries), queries)])
+    return 1e3 * (perf_counter() - started)
+
+
+def _streamed(llm: LLM, queries: int) -> int:
+    """Returns the bytes that a pass streams."""
+    (sequence,) = llm.engine.sequences
+    engine = sequence.full.engine
+    sequence.full.abandon()
+    engine.counters = TransferCounters()
+    _pass_ms(llm, queries)
+    sequence.full.abandon()
+    return engine.counters.bytes_to_device - engine.counters.bytes_abandoned
+
+
+def _ms(work: Callable[[], object], turns: int) -> float:
+    """Returns the time that one core takes."""
+    times = []
+    with torch_threads(1):
+        for _ in range(turns):
+            started = perf_counter()
+            work()
+            times.append(1e3 * (perf_counter() - started))
+    return median(times)
+
+
+PAGES = Study(
+    note="Medians, of the embedded models in bfloat16 and the text of the demo.",
+    sizes=Sizes(),
+    quick={"context": 2048, "turns": 1, "queries": (3,)},
+    minutes=(3, 1),
+    opened=Subject.opened,
+    parts={"code": Part(code), "passes": Part(passes)},
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the arguments of the command."""
+    PAGES.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measures all parts that are asked for."""
+    PAGES.run(arguments)
