@@ -13,8 +13,9 @@
 
 #include <algorithm>
 
-#include "prefetch.h"
 #include "block.h"
+#include "direct.h"
+#include "prefetch.h"
 #include "vectors.h"
 
 // For loops that need a register for every accumulator: inlined, the compiler would spill some of them.
@@ -24,6 +25,7 @@ class Bf16DotProducts {
   public:
     using Entry = BFloat16;
     using Weight = BFloat16;
+    using Row = __m512bh;
     static constexpr int STEP = 2 * LANES;  // entries in a vector; head_dim must be a multiple
 
     Bf16DotProducts(int dim, int rows)
@@ -40,6 +42,8 @@ class Bf16DotProducts {
     // to prefetch.
     void score(int base, const BFloat16* keys, const BFloat16* next, int64_t stride, int block_tokens, int count,
                float* scores) {
+        if (count <= DIRECT_ROWS)
+            return score_few(*this, base, keys, next, stride, block_tokens, count, dim_, scale_, scores);
         for (int group = 0; group < block_tokens; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
                 int lanes = std::clamp(block_tokens - group - g * LANES, 0, LANES);
@@ -51,6 +55,12 @@ class Bf16DotProducts {
             for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, prefetcher);
             if (r < count) score_rows<1>(base, r, scores + group, prefetcher);
         }
+    }
+
+    static Row row(const BFloat16* p) { return reinterpret<Row>(_mm512_loadu_si512(p)); }
+    Row query(int r, int d) const { return reinterpret<Row>(_mm512_loadu_si512(&queries_[(r * dim_ + d) / 2])); }
+    static Vec add_product(Vec sums, Row x, Row y) {
+        return reinterpret<Vec>(_mm512_dpbf16_ps(reinterpret<__m512>(sums), x, y));
     }
 
     // Adds weights [count][BLOCK] of `block_tokens` tokens times values to sums [count][dim], in the order that
@@ -132,6 +142,13 @@ class Bf16DotProducts {
     template <int W>
     void sum_columns(const BFloat16* weights, const BFloat16* values, int64_t stride, int block_tokens, int count,
                      float* sums, Prefetcher& prefetcher) {
+        if (count <= DIRECT_ROWS) {
+            if (count == 4) return sum_direct<4, W>(weights, values, stride, block_tokens, sums, prefetcher);
+            int r = count >= 2 ? 2 : 0;
+            if (r) sum_direct<2, W>(weights, values, stride, block_tokens, sums, prefetcher);
+            if (r < count) sum_direct<1, W>(weights + r * BLOCK, values, stride, block_tokens, sums + r * dim_, prefetcher);
+            return;
+        }
         float* to = &pairs_[0];
         const BFloat16* row = values;
         for (int k = 0; k + 2 <= block_tokens; k += 2, row += 2 * stride, to += W * LANES) interleave<W>(row, row + stride, to);
@@ -140,6 +157,41 @@ class Bf16DotProducts {
         for (; r + 4 <= count; r += 4) sum_rows<4, W>(weights + r * BLOCK, block_tokens, sums + r * dim_, prefetcher);
         for (; r + 2 <= count; r += 2) sum_rows<2, W>(weights + r * BLOCK, block_tokens, sums + r * dim_, prefetcher);
         if (r < count) sum_rows<1, W>(weights + r * BLOCK, block_tokens, sums + r * dim_, prefetcher);
+    }
+
+    // Does `sum_rows` for few queries, and interleaves in registers.
+    template <int R, int W>
+    OWN_REGISTERS void sum_direct(const BFloat16* weights, const BFloat16* values, int64_t stride, int block_tokens, float* sums,
+                                  Prefetcher& prefetcher) const {
+        __m512 acc[R][W] = {};
+        Prefetcher next = prefetcher;
+        const BFloat16* row = values;
+        for (int k = 0; k < block_tokens; k += 2, row += 2 * stride) {
+            next.step();
+            const bool both_rows = k + 1 < block_tokens;
+            __m512bh pair[R];
+            for (int r = 0; r < R; ++r) {
+                uint32_t bits;
+                std::memcpy(&bits, weights + r * BLOCK + k, sizeof bits);
+                pair[r] = both(bits);
+            }
+            for (int w = 0; w < W; w += 2) {
+                __m512i even = _mm512_loadu_si512(row + w * LANES);
+                __m512i odd = both_rows ? _mm512_loadu_si512(row + stride + w * LANES) : _mm512_setzero_si512();
+                const __m512bh low = reinterpret<__m512bh>(_mm512_unpacklo_epi16(even, odd));
+                const __m512bh high = reinterpret<__m512bh>(_mm512_unpackhi_epi16(even, odd));
+                for (int r = 0; r < R; ++r) {
+                    acc[r][w] = _mm512_dpbf16_ps(acc[r][w], pair[r], low);
+                    acc[r][w + 1] = _mm512_dpbf16_ps(acc[r][w + 1], pair[r], high);
+                }
+            }
+        }
+        prefetcher = next;
+        for (int r = 0; r < R; ++r)
+            for (int w = 0; w < W; ++w) {
+                float* sum = sums + r * dim_ + w * LANES;
+                _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), acc[r][w]));
+            }
     }
 
     template <int R, int W>

@@ -119,6 +119,25 @@ static inline void transpose(Vec* rows) {
     swap_blocks<1>(rows);
 }
 
+// Does one step of `lane_sums`: 2 * H rows become H, in which half of the lanes are of the other row.
+template <int H> static inline void fold_rows(Vec* rows) {
+    IntVec low, high;
+    for (int lane = 0; lane < LANES; ++lane) {
+        low[lane] = (lane & H) ? LANES + lane - H : lane;
+        high[lane] = (lane & H) ? LANES + lane : lane + H;
+    }
+    for (int i = 0; i < H; ++i)
+        rows[i] = __builtin_shuffle(rows[i], rows[i + H], low) + __builtin_shuffle(rows[i], rows[i + H], high);
+}
+
+// Returns in lane i the sum of all lanes of rows[i]; overwrites the rows.
+static inline Vec lane_sums(Vec* rows) {
+    if constexpr (LANES == 16) fold_rows<8>(rows);
+    if constexpr (LANES >= 8) fold_rows<4>(rows);
+    fold_rows<2>(rows);
+    fold_rows<1>(rows);
+    return rows[0];
+}
 
 template <int H> static inline Vec highest_folded(Vec x) {
     IntVec other;
