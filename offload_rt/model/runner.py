@@ -40,6 +40,7 @@ from offload_rt.model.attention_hook import (
     refuse_unsupported,
     restore_model,
 )
+from offload_rt.model.dense_layers import computes_the_same, dense_head, dense_layer
 from offload_rt.model.layer_kinds import layer_kinds
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
@@ -91,6 +92,8 @@ class CausalModel:
         self._embedding: Any = embedding(self._body)
         self._norm: Any = final_norm(self._body)
         self._blocks: list[Any] = list(self._body.layers)
+        self._steps: list[Any] = list(self._blocks)  # what computes each layer
+        self._head: Any = self._own_head
         self._in_turn = LayerPlan.whole(self.layers)
         self._rotary = Rotary(rotary_embedding(self._body))
         self._long_context: Self | None = None
@@ -98,6 +101,8 @@ class CausalModel:
         self._open = True
         try:
             self._check_against_its_own_forward()
+            if self.device.type == "cpu":
+                self._use_native_layers()
         except BaseException:
             self.restore()
             raise
@@ -203,7 +208,7 @@ class CausalModel:
                 rotations[rope] = self._rotary(hidden, position_ids, rope)
             arguments["position_embeddings"] = rotations[rope]
             if len(group) == 1 and plan.exact(group[0]) and not by_blocks:
-                hidden = self._blocks[group[0]](hidden, **arguments)
+                hidden = self._steps[group[0]](hidden, **arguments)
                 hidden = hidden[0] if isinstance(hidden, tuple) else hidden
             else:
                 hidden = self._run_group(group, hidden, arguments, plan)
@@ -264,7 +269,7 @@ class CausalModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits `[tokens, vocabulary]` of final hidden states `[1, tokens, hidden_size]`."""
-        logits = scale_logits(self.module.lm_head(self._norm(hidden))[0], self._config)
+        logits = scale_logits(self._head(hidden)[0], self._config)
         if self._entries != self.vocabulary:
             logits = torch.nn.functional.pad(logits, (0, self.vocabulary - self._entries), value=-torch.inf)
         return logits
@@ -415,6 +420,30 @@ class CausalModel:
                 f"{self.name}: {kind_of(self.module)} is not supported: in this version of transformers its "
                 "recurrent layers ignore their state when several tokens are behind it in one pass"
             )
+
+    def _own_head(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.module.lm_head(self._norm(hidden))
+        return logits
+
+    @torch.inference_mode()
+    def _use_native_layers(self) -> None:
+        """Lets the native library compute the layers, and the head, that it computes as their modules do."""
+        natives = [dense_layer(block, self.dtype) for block in self._blocks]
+        probe = _Probe(self)
+        hidden, positions = self.embed(probe.tokens), torch.arange(len(probe.tokens))
+        head = dense_head(self._norm, self.module.lm_head, self.dtype)
+        if head is not None and computes_the_same(torch.zeros(()), self._own_head(hidden), head(hidden)):
+            self._head = head
+        if not any(natives):
+            return
+        for layer, (block, native) in enumerate(zip(self._blocks, natives, strict=True)):
+            plan, given = LayerPlan(((layer,),)), hidden
+            hidden = self._run(plan, given, positions, probe)
+            if native is None:
+                continue
+            self._steps[layer] = native
+            if not computes_the_same(given, hidden, self._run(plan, given, positions, _Probe(self))):
+                self._steps[layer] = block
 
 
 class _Probe:

@@ -101,7 +101,7 @@ class Kernel:
     """
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+        self.library = library = ctypes.CDLL(str(path))
         self.lanes = int(library.offload_rt_lanes())
         self.bfloat16_dots = bool(library.offload_rt_bfloat16_dots())
         self._entry: dict[torch.dtype, Callable[..., None]] = {}

@@ -16,6 +16,7 @@
 
 #include "bf16_dots.h"
 #include "block.h"
+#include "layer.h"
 #include "packed.h"
 #include "pages.h"
 #include "vectors.h"

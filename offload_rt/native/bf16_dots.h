@@ -18,8 +18,6 @@
 #include "prefetch.h"
 #include "vectors.h"
 
-// For loops that need a register for every accumulator: inlined, the compiler would spill some of them.
-#define OWN_REGISTERS __attribute__((noinline))
 
 class Bf16DotProducts {
   public:
