@@ -177,15 +177,19 @@ class GraphedModel(CausalModel):
         on_notice: Callable[[str], None],
         capture: Capture | None = None,
     ) -> None:
+        self._capture = capture  # None, too, after one has failed
         super().__init__(model, name)
         if self.device.type == "cuda" and (missing := ", ".join(sorted(self.missing_kernels))):
             on_notice(f"{name}: its recurrent layers are slow without their kernels: pip install {missing}")
         if capture is None and self.device.type == "cuda" and not self.remote_mlps:
-            capture = CudaCapture(self.device)
+            self._capture = CudaCapture(self.device)
         self.pass_running: Callable[[], bool] = lambda: False
-        self._capture = capture  # None, too, after one has failed
         self._on_notice = on_notice
         self._of_buffer: WeakKeyDictionary[KVBuffer, _BufferGraphs] = WeakKeyDictionary()
+
+    def _use_native_layers(self) -> None:
+        if self._capture is None:  # which records torch's operators alone
+            super()._use_native_layers()
 
     @torch.inference_mode()
     def forward(self, inputs: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:

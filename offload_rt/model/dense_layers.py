@@ -6,7 +6,7 @@ and added to its input), and then by computing what its own module computes on a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from offload_rt.native.dense import (
     NativeLayer,
     NativeProduct,
     RmsNorm,
-    rows_step,
     supports,
 )
 
@@ -34,16 +33,17 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 
 
 class DenseLayer:
-    """A decoder layer; more tokens than `MOST_ROWS` go through its module."""
+    """A decoder layer; more tokens than `MOST_ROWS`, and all while it has hooks, go through its module."""
 
     def __init__(self, block: Any, weights: LayerWeights) -> None:
         self._block = block
         self._layer = int(block.self_attn.layer_idx)
         self._softmax = Softmax(float(block.self_attn.scaling))
         self._native = NativeLayer(weights)
+        self._hooks = _hooks(block)
 
     def __call__(self, hidden: Tensor, **arguments: Any) -> Tensor:
-        if hidden.shape[1] > MOST_ROWS:
+        if hidden.shape[1] > MOST_ROWS or any(self._hooks):
             return _hidden_of(self._block(hidden, **arguments))
         hidden = hidden.contiguous()
         cosines, sines = arguments["position_embeddings"]
@@ -53,14 +53,15 @@ class DenseLayer:
 
 
 class DenseHead:
-    """The final norm and the head; more tokens than `MOST_ROWS` go through their modules."""
+    """The final norm and the head; through their modules as in `DenseLayer`."""
 
     def __init__(self, norm: nn.Module, head: nn.Linear, weights: RmsNorm) -> None:
         self._norm, self._head = norm, head
         self._native = NativeProduct(head, weights)
+        self._hooks = [*_hooks(norm), *_hooks(head)]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if hidden.shape[1] > MOST_ROWS:
+        if hidden.shape[1] > MOST_ROWS or any(self._hooks):
             logits: Tensor = self._head(self._norm(hidden))
             return logits
         return self._native(hidden[0])[None]
@@ -69,7 +70,7 @@ class DenseHead:
 def dense_layer(block: Any, dtype: torch.dtype) -> DenseLayer | None:
     """Returns a decoder layer in the native library; None: by its structure it is not one of these."""
     children = dict(block.named_children())
-    if {*children} != {*_PARTS} or not _untouched(block):
+    if {*children} != {*_PARTS} or not _own_forwards(block):
         return None
     attention, mlp = children["self_attn"], children["mlp"]
     norms = [_rms_norm(children[name], dtype) for name in ("input_layernorm", "post_attention_layernorm")]
@@ -85,7 +86,7 @@ def dense_layer(block: Any, dtype: torch.dtype) -> DenseLayer | None:
         and all(supports(linear, dtype) for linear in (*parts.values(), *mlp_parts.values()))
         and (None in head_norms) == (not any(head_norms))
         and head_dim > 0
-        and head_dim % rows_step(dtype) == 0
+        and head_dim % 2 == 0
         and isinstance(getattr(attention, "scaling", None), float)
     )
     if not qualifies:
@@ -98,7 +99,7 @@ def dense_layer(block: Any, dtype: torch.dtype) -> DenseLayer | None:
 def dense_head(norm: nn.Module, head: Any, dtype: torch.dtype) -> DenseHead | None:
     """Returns the final norm and the head in the native library; None: they are other modules."""
     weights = _rms_norm(norm, dtype)
-    if weights is None or not (_untouched(norm) and _untouched(head) and supports(head, dtype)):
+    if weights is None or not (_own_forwards(norm) and _own_forwards(head) and supports(head, dtype)):
         return None
     return DenseHead(norm, head, weights)
 
@@ -120,11 +121,14 @@ def _rms_norm(norm: Any, dtype: torch.dtype) -> RmsNorm | None:
     return RmsNorm(weight, epsilon) if weight.dtype == dtype and weight.is_contiguous() else None
 
 
-def _untouched(module: nn.Module) -> bool:
-    """Returns whether calling the module's parts is no more than their classes' `forward`."""
-    return not any(
-        part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in module.modules()
-    )
+def _own_forwards(module: nn.Module) -> bool:
+    """Returns whether calling the module's parts calls their classes' `forward`."""
+    return not any("forward" in vars(part) for part in module.modules())
+
+
+def _hooks(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """Returns the registers of hooks of the module's parts, empty or not."""
+    return [hooks for part in module.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
 
 def _hidden_of(output: Any) -> Tensor:

@@ -137,17 +137,11 @@ def supports(linear: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def rows_step(dtype: torch.dtype) -> int:
-    """Returns the number of entries that the width of a row, and head_dim, must be a multiple of."""
-    entries = _entries(dtype)
-    return 0 if entries is None else entries.step
-
-
 class NativeLayer:
     """The dense parts of a decoder layer.
 
     Args:
-        weights: of modules that `supports` holds for, with a head_dim that is a multiple of the vectors'.
+        weights: of modules that `supports` holds for, with an even head_dim.
     """
 
     def __init__(self, weights: LayerWeights) -> None:
@@ -157,8 +151,8 @@ class NativeLayer:
         assert entries is not None
         self._entries = entries
         norms = (weights.attention_norm, weights.mlp_norm, weights.query_norm, weights.key_norm)
-        linears = (weights.query, weights.key, weights.value, weights.output)
-        linears += (weights.gate, weights.up, weights.down)
+        attention = (weights.query, weights.key, weights.value, weights.output)
+        linears = (*attention, weights.gate, weights.up, weights.down)
         self._layer = _Layer(*map(_norm, norms), *map(_matrix, linears), weights.head_dim)
         self._address = ctypes.addressof(self._layer)
         self._heads = weights.query.out_features // weights.head_dim
@@ -167,7 +161,9 @@ class NativeLayer:
         self._scratch = width + 2 * hidden + weights.gate.out_features
         self._bytes = sum(linear.weight.nbytes for linear in linears)
 
-    def attention_inputs(self, hidden: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def attention_inputs(
+        self, hidden: Tensor, cosines: Tensor, sines: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries `[heads, tokens, head_dim]`, keys and values of hidden states.
 
         Args:
@@ -223,7 +219,9 @@ class NativeProduct:
         rows, width = inputs.shape
         result = inputs.new_empty(rows, self._linear.out_features)
         scratch = inputs.new_empty(rows, width) if self._behind else result
-        call = _ProductCall(self._norm, self._matrix, rows, _threads(self._linear.weight.nbytes), inputs.stride(0))
+        call = _ProductCall(
+            self._norm, self._matrix, rows, _threads(self._linear.weight.nbytes), inputs.stride(0)
+        )
         call.input, call.result, call.scratch = inputs.data_ptr(), result.data_ptr(), scratch.data_ptr()
         self._product(ctypes.byref(call))
         return result
@@ -239,4 +237,6 @@ def _norm(norm: RmsNorm | None) -> _Norm:
 
 def _matrix(linear: nn.Linear) -> _Matrix:
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    return _Matrix(linear.weight.data_ptr(), bias, linear.out_features, linear.in_features, linear.weight.stride(0))
+    return _Matrix(
+        linear.weight.data_ptr(), bias, linear.out_features, linear.in_features, linear.weight.stride(0)
+    )
