@@ -106,11 +106,18 @@ class Walk:
         close(self.model.logits(output.hidden[None]), output.logits)
 
 
+class TorchModel(CausalModel):
+    """Runs its own modules alone, which is what graphs record."""
+
+    def _use_native_layers(self) -> None:
+        pass
+
+
 def twins(
     arch: str, capture: RecordingCapture, dtype: torch.dtype = torch.float32
 ) -> tuple[Walk, Walk, GraphedModel]:
     """The same model with and without graphs, each over a cache of its own."""
-    plain = CausalModel(tiny_target(arch).to(dtype), arch)
+    plain = TorchModel(tiny_target(arch).to(dtype), arch)
     graphed = GraphedModel(tiny_target(arch).to(dtype), arch, no_notice, capture)
     return Walk(plain, streaming_cache(plain)), Walk(graphed, streaming_cache(graphed)), graphed
 
