@@ -46,7 +46,9 @@ if len(sys.argv) < 3:
 text = Path(sys.argv[1]).read_text(encoding="utf-8")
 params = SamplingParams(temperature=0, max_tokens=64)
 
-with LLM(config="lookup", overrides={"speculation.levels": ["phrases"]}) as llm:
+# Phrases are rare: while they do not pay, speculation would be switched off, and none would be seen here.
+overrides = {"speculation.levels": ["phrases"], "speculation.step_down": False}
+with LLM(config="lookup", overrides=overrides) as llm:
     PhraseLevel.phrases = [llm.encode(phrase, special=False) for phrase in sys.argv[2:]]
     book = llm.read(text)
     result = book.generate(params=params)
