@@ -57,7 +57,8 @@ def engine_of_32_layers(
     )
     segment_bytes = 2 * PAGE * token_bytes(kv_heads)
     tiers = {"resident_tokens": RESIDENT_TOKENS, "cpu_tokens": CPU_TOKENS}
-    sizes = engine_overrides(ahead=0, refresh_from=refresh_from, **tiers)
+    # Packed pages take two Triton kernels more a segment, for which the emulation has plain torch alone.
+    sizes = engine_overrides(ahead=0, refresh_from=refresh_from, **tiers) | {"store.code": "raw"}
     sizes |= {"store.page": PAGE, "store.slab_tokens": 512, "store.segment_bytes": segment_bytes}
     sizes |= {"retrieval.refresh": refresh}
     target = target.to(CUDA, torch.bfloat16)
