@@ -67,10 +67,13 @@ class PackedShape:
         return 3 * self.head_dim // 2
 
     @property
+    def rows_end(self) -> int:
+        return self.rows_at + 2 * self.kv_heads * self.page_size * self.row_bytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes of a packed page."""
-        end = self.rows_at + 2 * self.kv_heads * self.page_size * self.row_bytes
-        return -(-end // ALIGNMENT) * ALIGNMENT
+        return -(-self.rows_end // ALIGNMENT) * ALIGNMENT
 
     @property
     def supported(self) -> bool:
@@ -90,8 +93,7 @@ class PackedShape:
     def rows(self, packed: Tensor) -> Tensor:
         """Returns a view of the rows, ``[pages, 2, kv_heads, page_size, row_bytes]``."""
         sizes = (2, self.kv_heads, self.page_size, self.row_bytes)
-        end = self.rows_at + 2 * self.kv_heads * self.page_size * self.row_bytes
-        rows: Tensor = packed[:, self.rows_at : end].unflatten(1, sizes)
+        rows: Tensor = packed[:, self.rows_at : self.rows_end].unflatten(1, sizes)
         return rows
 
     def overflows(self, packed: Tensor) -> Tensor:
@@ -126,7 +128,7 @@ class PageCodec:
             sides = slice(first_side, first_side + out.shape[1])
             rows, bases = shape.rows(some)[:, sides], shape.bases(some)[:, sides, :, None]
             bits = _bits(rows, bases)
-            _restore_escapes(shape, some, bits, first_side)
+            _restore_escapes(shape.escapes(some), bits.flatten(1), first_side * shape.values // 2)
             there.copy_(bits.view(torch.bfloat16))
 
     def take(self, side: PackedSide, page: Tensor, head: Tensor, token: Tensor, out: Tensor) -> None:
@@ -140,14 +142,8 @@ class PageCodec:
         pages, heads = page[:, None], head[:, None]
         rows = shape.rows(packed)[pages, side.side, heads, tokens]
         bits = _bits(rows, shape.bases(packed)[page, side.side, head][:, None])
-        # Of all escapes of these pages, those in the rows: a search in the list of each page.
-        lists = shape.escapes(packed)[page]
-        place = torch.arange(shape.words, device=page.device)
-        positions = torch.where((place > 0) & (place <= lists[:, :1]), lists >> 8, -1)
         first = ((side.side * shape.kv_heads + head) * shape.page_size + token) * shape.head_dim
-        at = positions - first[:, None]
-        inside = (at >= 0) & (at < out.shape[1] * shape.head_dim)
-        _put_exponents(bits.flatten(1), torch.where(inside, at, -1), lists & 255)
+        _restore_escapes(shape.escapes(packed)[page], bits.flatten(1), first[:, None])
         out.copy_(bits.view(torch.bfloat16))
 
 
@@ -184,23 +180,18 @@ def _bits(rows: Tensor, bases: Tensor) -> Tensor:
     return bits.to(torch.int16)
 
 
-def _restore_escapes(shape: PackedShape, packed: Tensor, bits: Tensor, first_side: int) -> None:
-    """Gives the escapes of whole sides ``[pages, sides, …]`` their exponents."""
-    lists = shape.escapes(packed)
-    place = torch.arange(shape.words, device=packed.device)
-    at = (lists >> 8) - first_side * shape.values // 2
-    flat = bits.flatten(1)
-    valid = (place > 0) & (place <= lists[:, :1]) & (at >= 0) & (at < flat.shape[1])
-    _put_exponents(flat, torch.where(valid, at, -1), lists & 255)
+def _restore_escapes(lists: Tensor, bits: Tensor, first: int | Tensor) -> None:
+    """Gives values ``bits`` ``[n, values]`` of pages their exponents from the pages' ``lists``, in place.
 
-
-def _put_exponents(bits: Tensor, at: Tensor, exponents: Tensor) -> None:
-    """Replaces the exponents at ``at`` (negative: nowhere) of ``bits`` ``[n, values]``, in place."""
+    ``first``: position of the first value, one or ``[n, 1]``.
+    """
+    place, at = torch.arange(lists.shape[1], device=lists.device), (lists >> 8) - first
+    valid = (place > 0) & (place <= lists[:, :1]) & (at >= 0) & (at < bits.shape[1])
     # A column more, for what is to be left out.
     wide = torch.cat([bits, bits.new_zeros(len(bits), 1)], dim=1)
-    at = torch.where(at < 0, bits.shape[1], at).to(torch.int64)
+    at = torch.where(valid, at, bits.shape[1]).to(torch.int64)
     kept = wide.gather(1, at).to(torch.int32) & 0x807F
-    wide.scatter_(1, at, (kept | (exponents << 7)).to(torch.int16))
+    wide.scatter_(1, at, (kept | ((lists & 255) << 7)).to(torch.int16))
     bits.copy_(wide[:, :-1])
 
 
