@@ -23,9 +23,6 @@ from offload_rt.native.dense import (
     supports,
 )
 
-Block = Callable[..., Any]
-"""Computes a decoder layer from hidden states and transformers' keyword arguments."""
-
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -42,9 +39,10 @@ class DenseLayer:
         self._native = NativeLayer(weights)
         self._hooks = _hooks(block)
 
-    def __call__(self, hidden: Tensor, **arguments: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, **arguments: Any) -> Any:
+        """Returns what the module returns: hidden states, in some models in a tuple."""
         if hidden.shape[1] > MOST_ROWS or any(self._hooks):
-            return _hidden_of(self._block(hidden, **arguments))
+            return self._block(hidden, **arguments)
         hidden = hidden.contiguous()
         cosines, sines = arguments["position_embeddings"]
         inputs = self._native.attention_inputs(hidden, cosines, sines)
@@ -129,9 +127,3 @@ def _own_forwards(module: nn.Module) -> bool:
 def _hooks(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
     """Returns the registers of hooks of the module's parts, empty or not."""
     return [hooks for part in module.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-
-
-def _hidden_of(output: Any) -> Tensor:
-    """Returns the hidden states of what a decoder layer returned, in some models a tuple."""
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
-    return hidden

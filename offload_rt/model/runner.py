@@ -437,12 +437,12 @@ class CausalModel:
         if not any(natives):
             return
         for layer, (block, native) in enumerate(zip(self._blocks, natives, strict=True)):
-            plan, given = LayerPlan(((layer,),)), hidden
-            hidden = self._run(plan, given, positions, probe)
+            given = hidden
+            hidden = self.run_layer(layer, given, positions, probe)
             if native is None:
                 continue
             self._steps[layer] = native
-            if not computes_the_same(given, hidden, self._run(plan, given, positions, _Probe(self))):
+            if not computes_the_same(given, hidden, self.run_layer(layer, given, positions, _Probe(self))):
                 self._steps[layer] = block
 
 

@@ -101,18 +101,29 @@ class Kernel:
     """
 
     def __init__(self, path: Path) -> None:
-        self.library = library = ctypes.CDLL(str(path))
-        self.lanes = int(library.offload_rt_lanes())
-        self.bfloat16_dots = bool(library.offload_rt_bfloat16_dots())
+        self._library = ctypes.CDLL(str(path))
+        self.lanes = self.number("lanes")
+        self.bfloat16_dots = bool(self.number("bfloat16_dots"))
         self._entry: dict[torch.dtype, Callable[..., None]] = {}
         for dtype in (torch.float32, torch.bfloat16):
             name = f"attend_{str(dtype).removeprefix('torch.')}"
-            self._entry[dtype] = _function(library, name, ctypes.POINTER(_Call))
-        pointer, number, shape = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_PackedShape)
-        self._attend_packed = _function(library, "attend_packed", ctypes.POINTER(_PackedCall))
-        self._pack = _function(library, "pack", shape, pointer, number, pointer, number)
+            self._entry[dtype] = self.function(name, _Call)
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._attend_packed = self.function("attend_packed", _PackedCall)
+        self._pack = self.function("pack", _PackedShape, pointer, number, pointer, number)
         runs = (*[pointer] * 4, number, number)
-        self._unpack = _function(library, "unpack", shape, *runs, pointer, number)
+        self._unpack = self.function("unpack", _PackedShape, *runs, pointer, number)
+
+    def function(self, name: str, structure: type[ctypes.Structure], *types: Any) -> Callable[..., None]:
+        """Returns a function of the library that takes the address of a structure, then other arguments."""
+        function: Callable[..., None] = getattr(self._library, f"offload_rt_{name}")
+        function.argtypes = ctypes.POINTER(structure), *types  # type: ignore[attr-defined]
+        function.restype = None  # type: ignore[attr-defined]
+        return function
+
+    def number(self, name: str) -> int:
+        """Returns the result of a function of the library without arguments."""
+        return int(getattr(self._library, f"offload_rt_{name}")())
 
     def supports(self, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
         """Returns whether it supports the tensors: float32 or bfloat16, head_dim a multiple of `lanes`."""
@@ -195,12 +206,6 @@ class Kernel:
         addresses = (one.data_ptr() for one in kept)
         team = torch.get_num_threads()
         self._unpack(_PackedShape.of(shape), *addresses, len(out), out.shape[1], out.data_ptr(), team)
-
-
-def _function(library: ctypes.CDLL, name: str, *types: Any) -> Callable[..., None]:
-    function: Callable[..., None] = getattr(library, f"offload_rt_{name}")
-    function.argtypes, function.restype = types, None  # type: ignore[attr-defined]
-    return function
 
 
 @functools.cache

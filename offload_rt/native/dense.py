@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offload_rt.native import load_kernel
+from offload_rt.native import Kernel, load_kernel
 
 MOST_ROWS = 32
 """Tokens up to which it is faster than torch's products."""
@@ -100,18 +99,12 @@ class LayerWeights:
 class _Entries:
     """The functions of the library for one dtype."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(self, kernel: Kernel, dtype: torch.dtype) -> None:
         suffix = str(dtype).removeprefix("torch.")
-
-        def entry(name: str, call: type[ctypes.Structure]) -> Callable[..., None]:
-            function = getattr(library, f"offload_rt_{name}_{suffix}")
-            function.argtypes, function.restype = (ctypes.POINTER(call),), None
-            return function  # type: ignore[no-any-return]
-
-        self.attention_inputs = entry("attention_inputs", _LayerCall)
-        self.after_attention = entry("after_attention", _LayerCall)
-        self.product = entry("product", _ProductCall)
-        self.step = int(getattr(library, f"offload_rt_product_step_{suffix}")())
+        self.attention_inputs = kernel.function(f"attention_inputs_{suffix}", _LayerCall)
+        self.after_attention = kernel.function(f"after_attention_{suffix}", _LayerCall)
+        self.product = kernel.function(f"product_{suffix}", _ProductCall)
+        self.step = kernel.number(f"product_step_{suffix}")
 
 
 @functools.cache
@@ -120,7 +113,7 @@ def _entries(dtype: torch.dtype) -> _Entries | None:
     kernel = load_kernel()
     if kernel is None or dtype not in (torch.float32, torch.bfloat16):
         return None
-    return _Entries(kernel.library, dtype)
+    return _Entries(kernel, dtype)
 
 
 def supports(linear: Any, dtype: torch.dtype) -> bool:
