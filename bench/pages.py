@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench.results import Row
-from bench.study import Part, Study
+from bench.study import Part, Study, elapsed_ms
 from cpu_kv import KVLayout, PacedLink, TransferCounters
 from offload_rt.api import LLM
 from offload_rt.attention.backends import torch_threads
@@ -127,9 +126,8 @@ def _pass_ms(llm: LLM, queries: int) -> float:
     (sequence,) = llm.engine.sequences
     full = sequence.full
     full.abandon()  # so that no pass finds its first segments there
-    started = perf_counter()
-    sequence.target.forward([PassInput(full, NewTokens.chain(queries), queries)])
-    return 1e3 * (perf_counter() - started)
+    given = PassInput(full, NewTokens.chain(queries), queries)
+    return elapsed_ms(lambda: sequence.target.forward([given]))
 
 
 def _streamed(llm: LLM, queries: int) -> int:
@@ -145,13 +143,8 @@ def _streamed(llm: LLM, queries: int) -> int:
 
 def _ms(work: Callable[[], object], turns: int) -> float:
     """Returns the time that one core takes."""
-    times = []
     with torch_threads(1):
-        for _ in range(turns):
-            started = perf_counter()
-            work()
-            times.append(1e3 * (perf_counter() - started))
-    return median(times)
+        return median(elapsed_ms(work) for _ in range(turns))
 
 
 PAGES = Study(

@@ -80,21 +80,6 @@ def random_prompt(vocabulary: int, count: int) -> list[int]:
 
 def config_of(shape: ModelShape, positions: int) -> PretrainedConfig:
     """The config of a model in this shape, valid for `positions` tokens."""
-    if shape.family == "qwen3_moe":
-        experts: dict[str, Any] = {
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.intermediate,
-            "moe_intermediate_size": shape.expert_parameters // (3 * 128 * shape.hidden),
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "vocab_size": shape.vocabulary,
-            "max_position_embeddings": positions,
-            "eos_token_id": None,
-            "pad_token_id": None,
-        }
-        return Qwen3MoeConfig(**experts)
     kinds: dict[str, Any] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
     kind = kinds.get(shape.name[:5], LlamaConfig)
     settings: dict[str, Any] = {
@@ -110,6 +95,10 @@ def config_of(shape: ModelShape, positions: int) -> PretrainedConfig:
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    if shape.family == "qwen3_moe":
+        return Qwen3MoeConfig(
+            **settings, moe_intermediate_size=shape.expert_parameters // (3 * 128 * shape.hidden)
+        )
     if shape.kinds.local:
         settings |= _local_settings(shape) | OWN_SETTINGS.get(shape.name, {})
         mixed: PretrainedConfig = AutoConfig.for_model(shape.family, **settings)

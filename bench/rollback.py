@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from bench.random_models import random_prompt
 from bench.results import Row
-from bench.study import Part, Study
+from bench.study import Part, Study, elapsed_ms
 from cpu_kv import Link, PacedLink
 from offload_rt.api import LLM
 from offload_rt.caches.base import NewTokens
@@ -113,16 +112,18 @@ def _measured(sequence: TokenSequence, sizes: Sizes) -> Row:
     def run(count: int) -> float:
         full.rewind(length)
         given = PassInput(full, NewTokens.chain(count), rows)
-        return _ms(lambda: model.forward([given]))
+        return elapsed_ms(lambda: model.forward([given]))
 
     times: dict[str, list[float]] = {"pass": [], "again": [], "longer": [], "at once": [], "recorded": []}
     for _ in range(sizes.turns):
         times["pass"].append(run(rows))
         full.commit(range(accepted))
-        times["again"].append(_ms(lambda: model.forward([PassInput(full, NewTokens.chain(rows), rows)])))
+        times["again"].append(
+            elapsed_ms(lambda: model.forward([PassInput(full, NewTokens.chain(rows), rows)]))
+        )
         times["longer"].append(run(rows + accepted))
         for step, name in ((rows, "at once"), (1, "recorded")):
-            times[name].append(_ms(partial(_mixers, sequence, rows, step)))
+            times[name].append(elapsed_ms(partial(_mixers, sequence, rows, step)))
     full.rewind(length)
     ms = {name: median(each) for name, each in times.items()}
     states = sum(
@@ -148,12 +149,6 @@ def _mixers(sequence: TokenSequence, rows: int, step: int) -> None:
         for at in range(0, rows, step):
             getattr(block, model.kinds.kinds[layer].mixer)(hidden[:, at : at + step], cache_params=cache)
             copied(cache.layers[layer])
-
-
-def _ms(work: Callable[[], object]) -> float:
-    started = perf_counter()
-    work()
-    return 1e3 * (perf_counter() - started)
 
 
 ROLLBACK = Study(

@@ -15,6 +15,13 @@ from bench.arguments import say
 from bench.results import Results, Row, table
 
 
+def elapsed_ms(work: Callable[[], object]) -> float:
+    """Returns the time that `work` takes."""
+    started = perf_counter()
+    work()
+    return 1e3 * (perf_counter() - started)
+
+
 @dataclass(frozen=True)
 class Part:
     """A table of a study.
