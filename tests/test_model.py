@@ -287,10 +287,11 @@ def part_of(model: CausalModel, text: list[int], parents: list[int], rows: int) 
     return PassInput(cache, NewTokens.below(cache.speculative, parents, text[old:]), rows, hidden=rows > 1)
 
 
+# As many new tokens together as the native layers take: with more, all products are other ones.
 PARTS = [
     (byte_ids(40), [-1], 1),
     (byte_ids(9, start=100), [-1, 0, 0, 1, 1, -1], 6),
-    (byte_ids(25, start=200), list(range(-1, 24)), 3),
+    (byte_ids(25, start=200), list(range(-1, 21)), 3),
     (byte_ids(31, start=300), [-1, 0, 1], 1),
 ]
 
@@ -316,10 +317,10 @@ def test_sequences_of_one_pass_neither_see_nor_fail_each_other(
             assert isinstance(found.error, CopyFailed) and str(found.error) == f"layer {layer}"
             continue
         assert found.logits.shape == (part.rows, model.vocabulary) and found.error is None
-        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=3e-5)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
         assert (found.hidden is None) == (expected.hidden is None) == (not part.hidden)
         if found.hidden is not None and expected.hidden is not None:
-            torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-5, atol=3e-5)
+            torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-5, atol=1e-5)
     if failing is not None:
         with pytest.raises(CopyFailed, match=f"layer {layer}"):  # nobody else is in the pass
             model.forward([together[failing]])
