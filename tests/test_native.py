@@ -351,6 +351,14 @@ extern "C" int offload_rt_bfloat16_dots() { return 0; }
 extern "C" void offload_rt_attend_float32(void*) {}
 extern "C" void offload_rt_attend_bfloat16(void*) {}
 extern "C" void offload_rt_attend_packed(void*) {}
+extern "C" void offload_rt_attend_float32_8(void*) {}
+extern "C" void offload_rt_attend_float32_4(void*) {}
+extern "C" void offload_rt_attend_bfloat16_8(void*) {}
+extern "C" void offload_rt_attend_bfloat16_4(void*) {}
+extern "C" void offload_rt_quantize_float32_8(void*) {}
+extern "C" void offload_rt_quantize_float32_4(void*) {}
+extern "C" void offload_rt_quantize_bfloat16_8(void*) {}
+extern "C" void offload_rt_quantize_bfloat16_4(void*) {}
 extern "C" void offload_rt_pack() {}
 extern "C" void offload_rt_unpack() {}
 """
