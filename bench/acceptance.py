@@ -40,6 +40,7 @@ NEVER = "stride:1000000000"
 """A refresh policy without refreshes: what H2O evicts is gone."""
 RETRIEVAL = "retrieval"
 RETRIEVAL_STRIDE = f"retrieval, stride:{STRIDE}"
+EIGHT_BITS, FOUR_BITS = "retrieval, 8 bits", "retrieval, 4 bits"
 MEAN_KEYS = "mean keys (TriForce)"
 HEAVY_HITTERS = "heavy hitters (H2O)"
 TOP_K = "exact top-k"
@@ -119,6 +120,8 @@ PLAIN: Keys = {"speculation.levels": []}
 CACHES: dict[str, Keys] = {
     RETRIEVAL: {},
     RETRIEVAL_STRIDE: {"retrieval.refresh": f"stride:{STRIDE}"},
+    EIGHT_BITS: {"retrieval.bits": 8},
+    FOUR_BITS: {"retrieval.bits": 4},
     "retrieval, rest left out": ALONE,
     MEAN_KEYS: BY_MEANS | ALONE,
     "mean keys, rest estimated": BY_MEANS,
@@ -133,7 +136,11 @@ CACHES: dict[str, Keys] = {
 def small_cache(sequence: TokenSequence, kind: str, budget: int) -> Cache:
     """Builds one of `CACHES` with `budget` entries at the end of the sequence."""
     full, retrieval = sequence.full, sequence.planned.retrieval
-    keys: Keys = {"retrieval.budget": budget, "retrieval.recent": min(retrieval.recent, budget // 4)}
+    keys: Keys = {
+        "retrieval.bits": 16,
+        "retrieval.budget": budget,
+        "retrieval.recent": min(retrieval.recent, budget // 4),
+    }
     keys |= {"retrieval.chunk": retrieval.chunk, "retrieval.refresh": "every"}
     keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS, "offload.refresh_from": "store"}
     recompose(sequence, load_config("retrieval", keys | CACHES[kind]))

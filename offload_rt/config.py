@@ -87,6 +87,9 @@ class RetrievalConfig:
     """The retrieved cache of a layer and KV head, in tokens."""
 
     budget: Entries = 4096  # entries held: the first chunk, the best chunks and the recent window together
+    # Of an entry of a chosen chunk: 16 (as in the full cache), 8 or 4; `auto`: as planned, 8 on a GPU, and 16
+    # where nothing is planned.
+    bits: Literal["auto", 16, 8, 4] = "auto"
     chunk: Positive = 8  # scored and chosen together
     recent: Positive = 256  # at least so many of the latest are always held
     refresh: RefreshPolicy = EVERY  # when the entries are chosen anew
@@ -317,7 +320,8 @@ def require_type(expected: Any, key: str, value: Any) -> None:
     """Raises InvalidValue where `value` is not of the annotated type or outside its bounds."""
     if get_origin(expected) is Literal:
         allowed = get_args(expected)
-        require(value in allowed, key, value, f"must be one of {', '.join(allowed)}")
+        known = any(type(value) is type(one) and value == one for one in allowed)  # true equals 1
+        require(known, key, value, f"must be one of {', '.join(map(str, allowed))}")
         return
     kind, *bounds = get_args(expected) or (expected,)
     # bool is a subclass of int, and `true` is no number of tokens.

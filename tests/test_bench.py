@@ -238,7 +238,8 @@ def test_acceptance_is_one_where_everything_is_kept(target: PreTrainedModel) -> 
     with reading(target, text[:200], room=40) as sequence:
         for kind in acceptance.CACHES:
             whole, some = (acceptance.acceptance(sequence, text[200:], kind, budget) for budget in (256, 48))
-            assert whole.tolist() == pytest.approx([1.0] * 40, abs=1e-4)
+            rounded = {acceptance.EIGHT_BITS: 1e-2, acceptance.FOUR_BITS: 0.2}
+            assert whole.tolist() == pytest.approx([1.0] * 40, abs=rounded.get(kind, 1e-4))
             assert some.shape == (40,) and 0 < float(some.mean()) < 0.999
 
 

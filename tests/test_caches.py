@@ -492,6 +492,7 @@ def retrieved_cache(
     policy: str,
     decay: float | None = None,
     room: int = 0,
+    bits: int = 16,
 ) -> RetrievedCache:
     """Of so many entries, chunks of so many tokens, and so many recent ones."""
     budget, chunk, recent = sizes
@@ -506,6 +507,7 @@ def retrieved_cache(
         refresh=RefreshPolicy.parse(policy),
         selection=selection,
         mean_slots=room,
+        bits=bits,
     )
 
 
@@ -620,7 +622,7 @@ def test_the_full_cache_and_those_derived_from_it(
             for derived in (streaming, retrieved, shared):
                 assert derived.verified_length == len(full.tokens)
                 assert derived.speculative.parents == forest.parents
-                assert derived.entries <= derived.budget
+                assert derived.entries <= derived.room
 
 
 def check_retrieved(cache: RetrievedCache, plain: PlainRetrieval, full: PlainFull) -> None:

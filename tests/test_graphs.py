@@ -23,9 +23,10 @@ from torch import Tensor
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import MASKED_PAGE, AttentionBackend, TorchCpuBackend, choose_backend
+from offload_rt.attention.quantized import GROUP
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import MAX_RECORDED_SPECULATION, BoundedCache, fixed_shape_attention
-from offload_rt.caches.buffers import BufferPool, KVBuffer
+from offload_rt.caches.buffers import BufferPool, KVBuffer, QuantizedSize
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.layer_plan import LayerPlan
@@ -137,9 +138,14 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
     backend = ReferenceBackend() if dtype == torch.float64 else TorchCpuBackend()
     sliced, fixed = streaming_cache(model, backend), streaming_cache(model, backend)
     pages = torch.randn(*sliced.kv.shape[:3], PAGES, model.head_dim, dtype=dtype)
+    chosen = torch.randn(*sliced.kv.shape[:3], 2 * GROUP, model.head_dim, dtype=dtype)
     for cache in (sliced, fixed):
-        cache.buffer = BufferPool().take(model.kv_layout(), cache.buffer.capacity, CPU, PAGES + 2)
+        size = QuantizedSize(2 * GROUP, 4)
+        cache.buffer = BufferPool().take(model.kv_layout(), cache.buffer.capacity, CPU, PAGES + 2, size)
         cache.buffer.add_means(pages)
+        assert cache.buffer.quantized is not None
+        for layer, entries in enumerate(chosen):
+            cache.buffer.quantized.layer(layer).put(*entries)
     text = byte_ids(200)
     shapes: set[tuple[int, ...]] = set()
     for step, count in enumerate((1, 3, 1, 2, 7, 1, 1, 5, 4, 1, 2, 9, 1)):
@@ -150,6 +156,7 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
         new = NewTokens.below(sliced.speculative, parents, tokens.tolist())
         positions = torch.tensor([sliced.verified_length + depth - 1 for depth in new.depths])
         sliced.unretrieved = fixed.unretrieved = step % 3 * 30  # of nothing, no page is seen
+        sliced.quantized = fixed.quantized = (0, 2 * GROUP, GROUP)[step // 2 % 3]
         sliced.begin(new)
         expected = model.compute(sliced, tokens, positions, None, range(count))
         fixed.begin(new)

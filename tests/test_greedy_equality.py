@@ -58,6 +58,7 @@ def overrides(number: int) -> dict[str, object]:
     chunk = (4, 8)[number % 2]
     return {
         "retrieval.budget": (64, 128, 256)[number % 3],
+        "retrieval.bits": (8, 4, 16)[number // 3 % 3],
         "retrieval.recent": 24,
         "retrieval.chunk": chunk,
         "retrieval.refresh": ("every", "stride:20", "acceptance:0.4")[number // 2 % 3],

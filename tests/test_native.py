@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from reference_attention import ReferenceBackend, attend, merge
 from torch import Tensor
 
+from cpu_kv import KVLayout
 from offload_rt import native
+from offload_rt.attention import quantized
 from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend, choose_backend, torch_threads
+from offload_rt.attention.quantized import GROUP, QuantizedKV
 from offload_rt.machine.memory import CACHE_FOLDER, cache_folder
 
 PROCESSORS = {
@@ -140,6 +143,52 @@ def test_error_is_at_most_twice_torchs(
         hidden[:, -1] = False
         mask = torch.zeros(count, tokens).masked_fill(hidden, -torch.inf)
     assert_as_exact_as_torch(kernel, queries, within[:, 0], within[:, 1], mask, threads)
+
+
+@DTYPES
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(
+    bits=st.sampled_from([8, 4]),
+    heads=st.integers(1, 3),
+    count=st.sampled_from([1, 7, 30, 130]),
+    groups=st.integers(1, 40) | st.just(160),
+    dim=st.sampled_from([32, 64, 96]),
+    threads=st.sampled_from([1, 3]),
+)
+def test_quantised_entries(
+    kernel: native.Kernel,
+    dtype: torch.dtype,
+    bits: int,
+    heads: int,
+    count: int,
+    groups: int,
+    dim: int,
+    threads: int,
+) -> None:
+    """Are quantised as the plain form does it, and attended as the entries that they stand for."""
+    tokens = groups * GROUP
+    queries, keys, values = drawn(heads, count, tokens, dim, dtype, groups)
+    keys = keys + 5 * (torch.arange(dim) % 7 == 3)
+    layout = KVLayout(1, heads, dim, dtype)
+    layers = [QuantizedKV.empty(layout, tokens + GROUP, bits, torch.device("cpu")).layer(0) for _ in range(2)]
+    plain, quick = (layer.first(tokens) for layer in layers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized, "load_kernel", lambda: None)
+        plain.put(keys[0], values[0])
+    if not kernel.supports_quantized(queries, quick):
+        assert dim % (2 * kernel.lanes)
+        return
+    kernel.quantize(keys[0], values[0], quick)
+    assert all(map(torch.equal, plain, quick))
+    out, lse = kernel.attend_quantized(queries, quick, dim**-0.5, threads)
+    keys, values = (side[None] for side in plain.dequantized(dtype))
+    same, same_lse = kernel.attend(queries, keys, values, dim**-0.5, None, threads)
+    assert torch.equal(out, same) or float((out - same).abs().max()) < 1e-6
+    want, want_lse = expected(queries, keys, values, dim**-0.5, None)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(out.double(), want.double(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, same_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse.double(), rtol=tolerance, atol=tolerance)
 
 
 def test_rounded_weights_are_not_biased(kernel: native.Kernel) -> None:
@@ -302,6 +351,14 @@ extern "C" int offload_rt_bfloat16_dots() { return 0; }
 extern "C" void offload_rt_attend_float32(void*) {}
 extern "C" void offload_rt_attend_bfloat16(void*) {}
 extern "C" void offload_rt_attend_packed(void*) {}
+extern "C" void offload_rt_attend_float32_8(void*) {}
+extern "C" void offload_rt_attend_float32_4(void*) {}
+extern "C" void offload_rt_attend_bfloat16_8(void*) {}
+extern "C" void offload_rt_attend_bfloat16_4(void*) {}
+extern "C" void offload_rt_quantize_float32_8(void*) {}
+extern "C" void offload_rt_quantize_float32_4(void*) {}
+extern "C" void offload_rt_quantize_bfloat16_8(void*) {}
+extern "C" void offload_rt_quantize_bfloat16_4(void*) {}
 extern "C" void offload_rt_pack() {}
 extern "C" void offload_rt_unpack() {}
 """

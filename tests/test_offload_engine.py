@@ -22,6 +22,7 @@ from uneven_link import LateLink, UnevenLink
 from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, folded_mask
+from offload_rt.attention.quantized import GROUP
 from offload_rt.caches.base import VerifiedTokens
 from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.buffers import BufferPool, KVBuffer
@@ -106,6 +107,7 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
                 refresh=cache.refresh.policy,
                 selection=cache.selection,
                 mean_slots=cache.buffer.mean_slots,
+                bits=bits,
             )
             own = separate._start_refresh(refill.layout.length, queries, separate.buffer)
             own.take_from_store()
@@ -118,6 +120,10 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
         separate, entries = expected[refill], refill.layout.entries
         assert separate.entries == entries
         assert torch.equal(refill.buffer.kv[:, :, :, :entries], separate.kv[:, :, :, :entries])
+        assert separate.quantized == refill.layout.quantized > 0 or bits == 16
+        for layer in range(cache._layout.layers if separate.quantized else 0):
+            pair = (one.buffer.quantized.layer(layer).first(separate.quantized) for one in (refill, separate))
+            assert all(map(torch.equal, *pair))
         rest = slice(refill.buffer.mean_slots - refill.layout.means, refill.buffer.mean_slots)
         assert torch.equal(refill.buffer.memory[:, :, :, rest], separate.buffer.memory[:, :, :, rest])
         use(cache, refill)
@@ -125,6 +131,7 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     monkeypatch.setattr(RetrievedCache, "begin_pass", begun)
     monkeypatch.setattr(RetrievedCache, "_use", checked)
     overrides = engine_overrides(resident_tokens=shares[0], cpu_tokens=shares[1], ahead=2)
+    overrides["retrieval.bits"] = bits = {(0, 0): 16, (32, 48): 4}.get(shares, 8)
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=LateLink(1e9)) as llm:
         llm.generate(PROMPT, SHORT)
     assert compared >= 2
@@ -235,7 +242,7 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     # buffers; and of the CPU's share what a refresh keeps, once a round at most.
     beside = read / layout.token_bytes - streamed
     pages = PARAMS.max_tokens // layout.page_size + 1
-    assert 0 < beside <= 64 + len(PROMPT) // layout.page_size + 2 * pages + cpu * result.rounds
+    assert 0 < beside <= 64 + GROUP + len(PROMPT) // layout.page_size + 2 * pages + cpu * result.rounds
     committed = result.rounds + result.timings.draft_n_accepted
     assert result.transfer.bytes_to_host == committed * layout.token_bytes
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from machine_cases import HOST
+from machine_cases import DESKTOP, HOST
 from plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, host, request
 
+from offload_rt.caches.buffers import whole_pages
 from offload_rt.drafting.expectations import expected_tokens
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.errors import UsageError
@@ -53,7 +54,7 @@ def test_golden_plans(
     asked = PlanRequest(
         find_shape(model, dtype),
         small,
-        load_config(config, {"store.code": "raw"}),
+        load_config(config, {"store.code": "raw", "retrieval.bits": 16}),
         127_000,
         256,
         named_hardware(*machine),
@@ -120,6 +121,28 @@ def test_memory_of_a_card() -> None:
     assert host_memory(request(context=1000, new_tokens=100))["kv"] == 1280 * 512 * 1024
     # A second card holds nothing but KV.
     assert gpu_memory(request(hardware=gpu(2)), 1).keys() == {"resident_kv", "staging_ring", "reserve"}
+
+
+def test_quantised_chunks_take_half_or_a_quarter_of_the_memory_and_of_the_reads() -> None:
+    exact, eight, four = (
+        request({"retrieval.bits": bits, "retrieval.budget": 16_384}) for bits in (16, 8, 4)
+    )
+    sizes = [gpu_memory(one, 0)["retrieved_caches"] for one in (exact, eight, four)]
+    # Chunks with ranges; beside them, twice, means and what is in full precision; two layers on their way.
+    token, window = LLAMA.token_bytes, 255 + 8 + 32 + 128
+    beside = 2 * whole_pages(512 + window + 128) * token + 2 * 16_384 * token // 32
+    for size, codes in zip(sizes[1:], (2, 4), strict=True):
+        ranges = 16_384 * LLAMA.layers * LLAMA.kv_heads * (4 * LLAMA.head_dim // 32 + 4)
+        assert size == 2 * (16_384 * token // codes + ranges) + beside
+    steps = [one.levels[-1].step(Predictor(one), 1).ms for one in (exact, eight, four)]
+    assert steps[0] > steps[1] > steps[2]
+    # Where nothing is said, eight bits on a GPU, and what is there in place.
+    for hardware, bits in ((DESKTOP, 8), (Hardware(HOST, (), measured=True), 16)):
+        chosen, given = (
+            plan(request({"retrieval.bits": one}, hardware=hardware, context=16_384))
+            for one in ("auto", bits)
+        )
+        assert chosen.predicted == given.predicted and (chosen.gpus, chosen.host) == (given.gpus, given.host)
 
 
 def test_weights_beyond_the_first_card_are_on_the_second() -> None:

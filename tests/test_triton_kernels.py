@@ -24,8 +24,10 @@ pytest.importorskip("triton")
 if EMULATED:
     pytest.skip("they run on a GPU, or in the interpreter", allow_module_level=True)
 
+from cpu_kv import KVLayout  # noqa: E402
 from cpu_kv.packed import PackedShape, PageCodec  # noqa: E402
 from offload_rt.attention import operators, triton_kernels, triton_operators, triton_pages  # noqa: E402
+from offload_rt.attention.quantized import GROUP, QuantizedKV  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 INF = float("inf")
@@ -171,6 +173,34 @@ def test_attention_mass_is_added_up(chunks: int, group: int, count: int, step: i
     close(scores, expected, torch.float32)
 
 
+@settings(WIDE, max_examples=8)
+@given(
+    dtype=DTYPES,
+    bits=st.sampled_from([8, 4]),
+    groups=st.sampled_from([1, 9]),  # of which a program takes eight
+    rows=st.sampled_from([1, 5, 70]),
+    dim=st.sampled_from([16, 32, 80]),
+    seen=st.none() | st.integers(0, 9 * GROUP),
+)
+def test_attention_over_quantised_entries(
+    dtype: torch.dtype, bits: int, groups: int, rows: int, dim: int, seen: int | None
+) -> None:
+    """Of a layer's first tokens, so that heads lie apart; of none, perhaps."""
+    draw, heads, tokens = Draw(groups + rows), 2, groups * GROUP
+    memory = QuantizedKV.empty(KVLayout(1, heads, dim, dtype), 10 * GROUP, bits, torch.device(DEVICE))
+    layer = memory.layer(0).first(tokens)
+    layer.put(*draw(2, heads, tokens, dim, dtype=dtype))
+    queries = draw(heads, rows, dim + 8, dtype=dtype)[..., :dim]
+    count = None if seen is None else torch.tensor(min(seen, tokens), device=DEVICE)
+    keys, values = layer.first(tokens).dequantized(dtype)
+    left = slice(tokens if count is None else int(count))
+    scores = 0.2 * queries.double() @ keys[:, left].double().mT
+    for attend in (triton_operators.attend_quantized, operators.attend_quantized):
+        out, lse = triton_operators.combine(*attend(queries, *layer, count, 0.2))
+        close(out, scores.softmax(-1) @ values[:, left].double(), dtype)
+        close(lse, scores.logsumexp(-1), dtype)
+
+
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -180,9 +210,14 @@ from offload_rt.attention import triton_kernels
 HALVES = ("parts", "asking", "keys")
 SINGLES = ("lses", "out", "lse", "new_out", "new_lse", "mass", "reference", "scores")
 
+CODES, RANGES = ("key_codes", "value_codes"), ("key_ranges", "value_ranges")
+
 def compiled(kernel, half, capability, **constants):
     kinds = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("scale", "decay"), "fp32")
     kinds |= dict.fromkeys(HALVES, "*" + half) | dict.fromkeys(SINGLES, "*fp32")
+    kinds |= dict.fromkeys(CODES, "*u8") | dict.fromkeys(RANGES, "*bf16") | {"count": "*i64"}
+    if "BITS" in constants:
+        kinds["out"] = "*" + half
     kinds |= dict.fromkeys(constants, "constexpr")
     signature = {name: kinds[name] for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -195,6 +230,8 @@ for capability in (89, 90):
         for combines, mass, has_sum in ((1, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 1)):
             given = dict(COMBINES=bool(combines), MASS=bool(mass), HAS_SUM=bool(has_sum))
             compiled(triton_kernels._segment, half, capability, **given, **sizes)
+        sizes = dict(BITS=4 if half == "bf16" else 8, ROWS=16, HALF=64, GROUP=32, COUNTED=True)
+        compiled(triton_kernels._quantized, half, capability, **sizes)
     for summed in (True, False):
         compiled(triton_kernels._add_mass, "bf16", capability, SUMMED=summed, CHUNKS=1024)
 """
@@ -209,13 +246,15 @@ def test_kernels_are_compiled_for_the_gpus_that_they_are_for(tmp_path: Path) -> 
     )
 
 
-@pytest.mark.parametrize("name", ["_segment", "_add_mass"])
+@pytest.mark.parametrize("name", ["_segment", "_add_mass", "_quantized"])
 def test_what_varies_from_pass_to_pass_is_compiled_once(name: str) -> None:
     kernel = getattr(triton_kernels, name)
     names = set(inspect.signature(kernel.fn).parameters)
     layout = {"dim", "page_stride", "head_stride", "row_stride", "query_head_stride", "query_row_stride"}
     layout |= {"key_page_stride", "key_head_stride", "key_row_stride"}
     pointers = {"parts", "lses", "out", "lse", "new_out", "new_lse", "mass", "asking", "keys", "reference"}
+    layout |= {"heads", "code_head_stride", "code_row_stride", "key_range_stride", "value_range_stride"}
+    pointers |= {"count", "key_codes", "key_ranges", "value_codes", "value_ranges"}
     constants = {one for one in names if one.isupper()} | {"scale", "decay", "scores"}
     assert names - layout - pointers - constants <= set(triton_kernels.VARIES)
 

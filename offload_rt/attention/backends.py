@@ -24,6 +24,7 @@ from torch import Tensor
 from cpu_kv import head_major
 from offload_rt.attention import operators
 from offload_rt.attention.mass import Sample
+from offload_rt.attention.quantized import QuantizedLayer
 from offload_rt.native import Kernel, load_kernel
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -37,7 +38,7 @@ class AttentionBackend(ABC):
     """An implementation of attention on folded heads.
 
     Attributes:
-        operators: namespace with `combine`, `chunk_mass_`, `combine_with_mass_` and `add_mass_`.
+        operators: namespace of the functions of `operators.py`.
     """
 
     name: str
@@ -85,6 +86,13 @@ class AttentionBackend(ABC):
             only part, or None.
         """
         return *self.parts(queries, keys, values, scale, None), None
+
+    def quantized_parts(
+        self, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Does `parts` over the first `count` tokens of quantised keys and values; None: all of them."""
+        found: tuple[Tensor, Tensor] = self.operators.attend_quantized(queries, *layer, count, scale)
+        return found
 
 
 class _TorchBackend(AttentionBackend):
@@ -205,6 +213,14 @@ class NativeCpuBackend(TorchCpuBackend):
         every = (sample.period, sample.step)
         out, lse = kernel.attend(queries, keys, values, scale, None, self.threads, mass, *every)
         return out[None], lse[None], mass
+
+    def quantized_parts(
+        self, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if count is not None or not self._kernel.supports_quantized(queries, layer):
+            return super().quantized_parts(queries, layer, scale, count)
+        out, lse = self._kernel.attend_quantized(queries, layer, scale, self.threads)
+        return out[None], lse[None]
 
 
 class TorchCudaBackend(_TorchBackend):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload_rt.attention.quantized import QuantizedLayer
+
 MAX_EXPONENT = 80.0
 """Largest exponent of a mass relative to its reference: a little more overflows float32."""
 
@@ -125,12 +127,43 @@ def add_mass_(
     scores.mul_(decay).add_((weights @ mass)[:, 0])
 
 
+def attend_quantized(
+    queries: Tensor,
+    key_codes: Tensor,
+    key_ranges: Tensor,
+    value_codes: Tensor,
+    value_ranges: Tensor,
+    count: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Computes attention over the first tokens of a `QuantizedLayer`, in parts for `combine` to merge.
+
+    Args:
+        queries: `[kv_heads, folded_query, head_dim]`.
+        count: number of tokens that are seen, an int64 on the device; None: all.
+
+    Returns:
+        As `AttentionBackend.parts`: where no token is seen, zeros and the log-sum-exp -inf.
+    """
+    layer = QuantizedLayer(key_codes, key_ranges, value_codes, value_ranges)
+    keys, values = layer.dequantized(queries.dtype)
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    scores = ((scale * queries) @ keys.mT).to(wide)
+    if count is not None:
+        scores = scores.masked_fill(torch.arange(keys.shape[1], device=keys.device) >= count, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().nan_to_num(nan=0.0)
+    return (weights.to(values.dtype) @ values)[None], lse[None]
+
+
 _SCHEMAS: dict[Callable[..., Any], str] = {
     combine: "(Tensor parts, Tensor lses, Tensor? out, Tensor? lse) -> (Tensor, Tensor)",
     chunk_mass_: "(Tensor(a!) mass, Tensor queries, Tensor keys, Tensor reference, float scale,"
     " int period, int step) -> ()",
     combine_with_mass_: "(Tensor(a!) mass, Tensor parts, Tensor lses, Tensor out, Tensor lse,"
     " Tensor queries, Tensor keys, Tensor reference, float scale, int period, int step) -> (Tensor, Tensor)",
+    attend_quantized: "(Tensor queries, Tensor key_codes, Tensor key_ranges, Tensor value_codes,"
+    " Tensor value_ranges, Tensor? count, float scale) -> (Tensor, Tensor)",
     add_mass_: "(Tensor(a!) scores, Tensor mass, Tensor reference, Tensor lse, float decay, int period,"
     " int step) -> ()",
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from offload_rt.attention.backends import AttentionBackend, fold, unfold
 from offload_rt.attention.mass import MassRange, Sample
+from offload_rt.attention.quantized import QuantizedLayer
 
 
 class Softmax(NamedTuple):
@@ -70,6 +71,10 @@ class AttentionSum:
         if keys.dim() == 3:
             keys, values = keys[None], values[None]
         self._combine(*self._backend.parts(self._queries, keys, values, self._scale, mask))
+
+    def attend_quantized(self, layer: QuantizedLayer, count: Tensor | None = None) -> None:
+        """Adds attention over the first `count` tokens of quantised keys and values; None: all of them."""
+        self._combine(*self._backend.quantized_parts(self._queries, layer, self._scale, count))
 
     def _combine(self, outs: Tensor, lses: Tensor) -> None:
         self._out, self.lse = self._backend.operators.combine(outs, lses, self._out, self.lse)

@@ -2,6 +2,9 @@
 
 A launch of `_segment` may do both for one segment: its first programs merge a row each, the others take the
 mass of a block of keys each. Folded rows, sampled queries and chunks are those of `operators.py`.
+
+`_quantized` attends to keys and values of 8 or 4 bits: a program takes a tile of queries of a key head over
+some consecutive groups of tokens. It goes through the two halves of the dimensions apart: they share bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from offload_rt.attention import operators
 
 # Values that change from pass to pass. Triton would compile a kernel for each that is 1 or divisible by 16.
 VARIES = ["pages", "queries", "rows", "period", "step", "offset", "sampled", "sampled_rows", "folded"]
+VARIES += ["tokens", "groups_each"]
 VARIES += ["blocks", "all_blocks", "chunks", "score_stride", "mass_head_stride", "mass_row_stride"]
 MAX_EXPONENT: Any = tl.constexpr(operators.MAX_EXPONENT)
 
@@ -133,4 +137,73 @@ def _add_mass(
         added = weight / rows * tl.load(mass + head * mass_head_stride + chunk, mask=valid, other=0.0)
     scores += head * score_stride + chunk
     tl.store(scores, decay * tl.load(scores, mask=valid, other=0.0) + added, mask=valid)
+
+
+@triton.jit
+def _half(
+    codes, ranges, place, column, half, zero_at,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
+):
+    """Decodes half of the dimensions of a group, `[tokens, HALF]`; SHIFT is 1 for the high one."""
+    seen = (column < half)[None, :]
+    read = tl.load(codes + place + (column[None, :] + (SHIFT * half if BITS == 8 else 0)), mask=seen, other=0)
+    if BITS == 4:
+        read = (read >> 4) if SHIFT else (read & 15)
+    if GROUPED:
+        zero = tl.load(ranges + zero_at + SHIFT * half + column, mask=column < half, other=0.0)[None, :]
+        step = tl.load(ranges + zero_at + (2 + SHIFT) * half + column, mask=column < half, other=0.0)[None, :]
+    else:
+        zero, step = tl.load(ranges + zero_at)[:, None], tl.load(ranges + zero_at + 1)[:, None]
+    decoded = zero.to(tl.float32) + step.to(tl.float32) * read.to(tl.float32)
+    return tl.where(seen, decoded, 0.0)
+
+
+@triton.jit(do_not_specialize=VARIES)
+def _quantized(
+    asking, key_codes, key_ranges, value_codes, value_ranges, out, lse, scale,
+    count, tokens, rows, dim, heads, groups_each,
+    query_head_stride, query_row_stride, code_head_stride, code_row_stride,
+    key_range_stride, value_range_stride,
+    COUNTED: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+):
+    part, head, half = tl.program_id(0), tl.program_id(1), dim // 2
+    row, column, token = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, GROUP)
+    place = asking + head * query_head_stride + row[:, None] * query_row_stride + column[None, :]
+    valid = (row < rows)[:, None] & (column < half)[None, :]
+    low_query = tl.load(place, mask=valid, other=0.0)
+    high_query = tl.load(place + half, mask=valid, other=0.0)
+    kind = low_query.dtype
+    seen = tokens
+    if COUNTED:
+        seen = tl.minimum(tl.load(count), tokens).to(tl.int32)
+    key_codes += head * code_head_stride
+    value_codes += head * code_head_stride
+    key_ranges += head * key_range_stride
+    value_ranges += head * value_range_stride
+    peak, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], dtype=tl.float32)
+    low_sum, high_sum = tl.zeros([ROWS, HALF], dtype=tl.float32), tl.zeros([ROWS, HALF], dtype=tl.float32)
+    first = part * groups_each * GROUP
+    for start in range(first, tl.minimum(first + groups_each * GROUP, seen), GROUP):
+        at = (start + token)[:, None] * code_row_stride
+        zero_at = start // GROUP * 2 * dim
+        low = _half(key_codes, key_ranges, at, column, half, zero_at, 0, BITS, True).to(kind)
+        high = _half(key_codes, key_ranges, at, column, half, zero_at, 1, BITS, True).to(kind)
+        scores = tl.dot(low_query, tl.trans(low), input_precision="ieee")
+        scores += tl.dot(high_query, tl.trans(high), input_precision="ieee")
+        scores = tl.where((start + token < seen)[None, :], scale * scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shrink, weights = tl.exp(peak - higher), tl.exp(scores - higher[:, None])
+        peak, total = higher, total * shrink + tl.sum(weights, 1)
+        weights = weights.to(kind)
+        zero_at = (start + token) * 2
+        low = _half(value_codes, value_ranges, at, column, half, zero_at, 0, BITS, False).to(kind)
+        high = _half(value_codes, value_ranges, at, column, half, zero_at, 1, BITS, False).to(kind)
+        low_sum = low_sum * shrink[:, None] + tl.dot(weights, low, input_precision="ieee")
+        high_sum = high_sum * shrink[:, None] + tl.dot(weights, high, input_precision="ieee")
+    whole = tl.where(total == 0.0, 1.0, total)
+    at = (part * heads + head) * rows + row
+    place = out + at[:, None].to(tl.int64) * dim + column[None, :]
+    tl.store(place, (low_sum / whole[:, None]).to(kind), mask=valid)
+    tl.store(place + half, (high_sum / whole[:, None]).to(kind), mask=valid)
+    tl.store(lse + at, tl.where(total == 0.0, float("-inf"), peak + tl.log(whole)), mask=row < rows)
 # fmt: on

@@ -13,12 +13,16 @@ import torch
 import triton
 from torch import Tensor
 
+from cpu_kv import KVLayout
 from offload_rt.attention import operators
-from offload_rt.attention.triton_kernels import _add_mass, _segment
+from offload_rt.attention.quantized import GROUP, QuantizedKV, QuantizedLayer
+from offload_rt.attention.triton_kernels import _add_mass, _quantized, _segment
 
 PAGES_AT_A_TIME = 16
 TOKENS_AT_A_TIME = 64
 CHUNKS_AT_A_TIME = 1024
+GROUPS_AT_A_TIME = 8
+MOST_ROWS = 64
 MIN_ROWS = 16  # of a matrix product on tensor cores
 
 _NO_MASS = {"ROWS": MIN_ROWS, "TOKENS": TOKENS_AT_A_TIME, "CHUNK": 1}
@@ -126,6 +130,53 @@ def add_mass_(
     return None
 
 
+def attend_quantized(
+    queries: Tensor,
+    key_codes: Tensor,
+    key_ranges: Tensor,
+    value_codes: Tensor,
+    value_ranges: Tensor,
+    count: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See `operators.attend_quantized`."""
+    layer = QuantizedLayer(key_codes, key_ranges, value_codes, value_ranges)
+    heads, rows, dim = queries.shape
+    within = (queries, key_codes, value_codes, key_ranges, value_ranges)
+    packed = key_codes.stride() == value_codes.stride() and key_ranges[0].is_contiguous()
+    packed &= value_ranges[0].is_contiguous() and all(one.stride(-1) == 1 for one in within)
+    if not packed or dim % 2 or queries.dtype == torch.float64:
+        return operators.attend_quantized(queries, *layer, count, scale)
+    tokens = key_codes.shape[1]
+    padded = min(MOST_ROWS, max(MIN_ROWS, triton.next_power_of_2(rows)))
+    parts = max(1, triton.cdiv(tokens, GROUPS_AT_A_TIME * GROUP))
+    out = torch.empty(parts, heads, rows, dim, dtype=queries.dtype, device=queries.device)
+    lse = torch.empty(parts, heads, rows, dtype=torch.float32, device=queries.device)
+    with _on_device_of(queries):
+        _quantized[(parts, heads, triton.cdiv(rows, padded))](
+            *(
+                queries,
+                *layer,
+                out,
+                lse,
+                scale,
+                key_codes if count is None else count,
+                tokens,
+                rows,
+                dim,
+                heads,
+            ),
+            *(GROUPS_AT_A_TIME, *queries.stride()[:2], *key_codes.stride()[:2]),
+            *(key_ranges.stride(0), value_ranges.stride(0)),
+            COUNTED=count is not None,
+            BITS=layer.bits,
+            ROWS=padded,
+            HALF=max(MIN_ROWS, triton.next_power_of_2(dim // 2)),
+            GROUP=GROUP,
+        )
+    return out, lse
+
+
 def _can_combine(parts: Tensor, lses: Tensor) -> bool:
     """Returns whether the kernel supports these strides and dtypes."""
     return parts.stride(-1) == 1 and lses.dtype == torch.float32
@@ -205,6 +256,13 @@ def check(device: str = "cuda") -> None:
         add_mass_(scores[0][:, 1:-2], mass, lses[0], lse, 0.5, count, step)
         operators.add_mass_(scores[1][:, 1:-2], mass, lses[0], lse, 0.5, count, step)
         close([scores[0]], [scores[1]])
+    for bits in (8, 4):
+        kv = QuantizedKV.empty(KVLayout(1, heads, dim, half), 10 * GROUP, bits, torch.device(device)).layer(0)
+        kv.put(*draw(2, heads, 10 * GROUP, dim, dtype=half))
+        for seen in (None, torch.tensor(9 * GROUP, device=device)):
+            given = queries, *kv, seen, dim**-0.5
+            merged = combine(*attend_quantized(*given))
+            close(merged, operators.combine(*operators.attend_quantized(*given)))
 
 
 def close(found: Any, wanted: Any) -> None:

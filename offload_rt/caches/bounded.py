@@ -4,6 +4,9 @@ Keys carry their rotation, so the order of entries does not matter to attention,
 any old one. Speculative entries are kept apart at the end and become verified ones only in `settle` or
 `adopt`; rolling them back never loses anything.
 
+Verified entries may also be quantised (`KVBuffer.quantized`). The cache only attends to these: a refresh
+writes them, and what is verified afterwards stays in full precision until the next one.
+
 A pass attends to the present entries. A recorded pass (`fixed_shape_attention`) attends to the whole buffer
 under a mask: its shapes then depend on the number of new tokens alone, and passes differ in a few integers on
 the device, as a CUDA graph needs. Slots behind the entries are masked, and finite.
@@ -24,7 +27,7 @@ from cpu_kv import KVLayout
 from offload_rt.attention.backends import AttentionBackend, folded_mask
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import WORD_BITS, DerivedCache, NewTokens, VerifiedTokens, sees_entries
-from offload_rt.caches.buffers import BufferPool, KVBuffer, whole_pages
+from offload_rt.caches.buffers import BufferPool, KVBuffer, QuantizedSize, whole_pages
 from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
@@ -32,7 +35,7 @@ from offload_rt.host import to_device
 SPECULATIVE_ENTRIES = 128
 """Slots behind the verified entries: for the longest draft and another one drafted ahead."""
 
-CACHE_INPUTS = 4
+CACHE_INPUTS = 5
 """Integers of a recorded pass that describe the cache, see `BoundedCache.graph_inputs`."""
 
 MASK_WORDS = 3
@@ -52,6 +55,7 @@ class BufferAttention:
         slots: where new tokens are written.
         visible: the slots that are attended.
         mask: additive, `[count, visible]`; None: every visible slot is seen.
+        quantized: number of quantised entries, which all new tokens see; on the device where it varies.
     """
 
     local: ClassVar[LocalState] = NO_LOCAL_STATE
@@ -60,6 +64,7 @@ class BufferAttention:
     slots: slice | Tensor
     visible: slice
     mask: Tensor | None
+    quantized: int | Tensor = 0
     _folded: Tensor | None = None  # the mask in the form of the backend, for all layers
 
     @classmethod
@@ -72,10 +77,12 @@ class BufferAttention:
         speculative: int = 0,
         means: int = 0,
         unretrieved: int = 0,
+        quantized: int = 0,
     ) -> BufferAttention:
         """Returns the attention of a pass behind `entries` verified and `speculative` speculative entries.
 
         Args:
+            quantized: number of further verified entries, which are quantised.
             means: number of page means attended before the entries.
             unretrieved: number of tokens that these means represent, in equal shares.
         """
@@ -87,12 +94,20 @@ class BufferAttention:
             if means:
                 mask = torch.nn.functional.pad(mask, (means, 0), value=math.log(unretrieved / means))
         stop = start + new.count
-        return cls(buffer, backend, slice(start, stop), slice(buffer.mean_slots - means, stop), mask)
+        return cls(
+            buffer, backend, slice(start, stop), slice(buffer.mean_slots - means, stop), mask, quantized
+        )
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Computes attention of the new tokens, shapes as in `Cache.attend`."""
         total = AttentionSum(self.backend, queries, len(keys), softmax.scale)
         total.attend(*self.put(layer, queries, keys, values))
+        if self.buffer.quantized is not None:
+            entries, count = self.buffer.quantized.layer(layer), self.quantized
+            if isinstance(count, Tensor):
+                total.attend_quantized(entries, count)
+            elif count:
+                total.attend_quantized(entries.first(count))
         return total.result(softmax.sinks)
 
     def put(
@@ -116,7 +131,7 @@ def fixed_shape_attention(
         inputs: `BoundedCache.graph_inputs` of the pass, int64 on the device.
     """
     device = buffer.memory.device
-    entries, end, means, unretrieved = inputs[:CACHE_INPUTS]
+    entries, end, means, unretrieved, quantized = inputs[:CACHE_INPUTS]
     words = inputs[CACHE_INPUTS:].view(count, MASK_WORDS)
     slot = torch.arange(-buffer.mean_slots, buffer.capacity, device=device)
     behind = slot - entries
@@ -125,22 +140,24 @@ def fixed_shape_attention(
     weight = torch.where(slot < 0, (unretrieved.to(wide) / means.clamp(min=1)).log(), 0.0)
     mask = weight.expand(visible.shape).masked_fill(~visible, -torch.inf)
     slots = buffer.mean_slots + end + torch.arange(count, device=device)
-    return BufferAttention(buffer, backend, slots, slice(None), mask)
+    return BufferAttention(buffer, backend, slots, slice(None), mask, quantized)
 
 
 class BoundedCache(DerivedCache):
     """Verified entries `[0, entries)` and speculative ones behind them, in one buffer for all layers.
 
     Args:
-        budget: most verified entries.
+        room: most verified entries that are not quantised.
         pool: where its buffers come from, and return to in `release`.
         mean_slots: slots for means of pages, which represent tokens that it does not have.
         local: of the layers that do not attend to the whole sequence; None: there are none.
+        quantized: size of the memory for quantised entries; None: there are none.
 
     Attributes:
         recordable: its passes read its buffer alone, so that they can be recorded as CUDA graphs.
         buffer: in use.
         entries: number of verified entries; the same for every layer and head.
+        quantized: number of further verified entries, which are quantised.
         speculative: tokens of the speculative entries.
         verified_length: number of verified tokens of the sequence.
         unretrieved: number of tokens represented by the means in `buffer`; 0: means are not attended.
@@ -152,18 +169,19 @@ class BoundedCache(DerivedCache):
         self,
         layout: KVLayout,
         device: torch.device,
-        budget: int,
+        room: int,
         backend: AttentionBackend,
         pool: BufferPool | None = None,
         mean_slots: int = 0,
         local: LocalState | None = None,
+        quantized: QuantizedSize | None = None,
     ) -> None:
         self.local = local or NO_LOCAL_STATE
         # Of windows and recurrent states, neither shapes nor addresses stay the same.
         self.recordable = self.recordable and not self.local.layers.kinds.local
-        self.budget = budget
+        self.room = room
         self.backend = backend
-        self.entries = 0
+        self.entries = self.quantized = 0
         self.speculative = SpeculativeTokens()
         self.verified_length = 0
         self.unretrieved = 0
@@ -171,13 +189,14 @@ class BoundedCache(DerivedCache):
         self._device = device
         self._pool = pool or BufferPool()
         self._mean_slots = mean_slots
+        self._quantized_size = quantized
         self._new: NewTokens | None = None
         self._attention: BufferAttention | None = None
         self.buffer = self._take_buffer()
 
     def _take_buffer(self) -> KVBuffer:
-        capacity = whole_pages(self._mean_slots + self.budget + SPECULATIVE_ENTRIES) - self._mean_slots
-        return self._pool.take(self._layout, capacity, self._device, self._mean_slots)
+        capacity = whole_pages(self._mean_slots + self.room + SPECULATIVE_ENTRIES) - self._mean_slots
+        return self._pool.take(self._layout, capacity, self._device, self._mean_slots, self._quantized_size)
 
     @staticmethod
     def nbytes(layout: KVLayout, entries: int) -> int:
@@ -214,7 +233,8 @@ class BoundedCache(DerivedCache):
 
     def graph_inputs(self, new: NewTokens) -> list[int]:
         """Returns the integers in which passes of as many new tokens differ, for `fixed_shape_attention`."""
-        return [self.entries, self.end, self._means, self.unretrieved, *new.words(MASK_WORDS)]
+        counts = [self.entries, self.end, self._means, self.unretrieved, self.quantized]
+        return counts + new.words(MASK_WORDS)
 
     @property
     def _means(self) -> int:
@@ -227,7 +247,7 @@ class BoundedCache(DerivedCache):
         if self._new is None:
             raise RuntimeError("attend without a pass: call begin first")
         if self._attention is None:
-            counts = (self.entries, len(self.speculative), self._means, self.unretrieved)
+            counts = self.entries, len(self.speculative), self._means, self.unretrieved, self.quantized
             self._attention = BufferAttention.behind(self.buffer, self.backend, self._new, *counts)
         return self._attention
 
@@ -290,9 +310,9 @@ class BoundedCache(DerivedCache):
     def _append_verified(self, kv: Tensor) -> None:
         """Appends verified tokens, `[layers, 2, kv_heads, tokens, head_dim]`."""
         count = kv.shape[3]
-        if count > self.budget:
-            raise ValueError(f"{count} tokens at once do not fit a cache of {self.budget} entries")
-        appended = min(count, self.budget - self.entries)
+        if count > self.room:
+            raise ValueError(f"{count} tokens at once do not fit a cache of {self.room} entries")
+        appended = min(count, self.room - self.entries)
         slots = list(range(self.entries, self.entries + appended))
         self.entries += appended
         slots += self._victims(count - appended)

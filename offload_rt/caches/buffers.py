@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
 from offload_rt.attention.backends import MASKED_PAGE
+from offload_rt.attention.quantized import QuantizedKV
+
+
+class QuantizedSize(NamedTuple):
+    """Size of the memory for quantised entries: their number, whole groups, and bits of each."""
+
+    entries: int
+    bits: int
 
 
 @dataclass(eq=False)
 class KVBuffer:
     """Keys and values of a bounded cache: means of pages, then entries, attended together.
 
-    A recorded CUDA graph is bound to the buffer's addresses and lives as long as the buffer.
+    Further entries may be quantised. A recorded CUDA graph is bound to the buffer's addresses and lives as
+    long as the buffer.
 
     Attributes:
         memory: keys and values, `[layers, 2, kv_heads, mean_slots + capacity, head_dim]`.
         mean_slots: slots for means of pages, which are filled backwards from the first entry.
         means: number of means present.
+        quantized: memory for quantised entries; None: there are none.
     """
 
     memory: Tensor
     mean_slots: int = 0
     means: int = 0
+    quantized: QuantizedKV | None = None
 
     @property
     def kv(self) -> Tensor:
@@ -38,14 +50,21 @@ class KVBuffer:
         return self.memory.shape[3] - self.mean_slots
 
     @property
-    def kind(self) -> tuple[int, tuple[int, ...], torch.dtype, torch.device]:
+    def kind(self) -> tuple[object, ...]:
         """Key of buffers that can replace each other."""
-        return self.mean_slots, self.memory.shape, self.memory.dtype, self.memory.device
+        quantized = self.quantized and self.quantized.kind
+        return self.mean_slots, self.memory.shape, self.memory.dtype, self.memory.device, quantized
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes + (self.quantized.nbytes if self.quantized else 0)
 
     def clear(self) -> None:
         """Zeroes the memory: slots behind the entries are multiplied by zero and so must be finite."""
         self.memory.zero_()
         self.means = 0
+        if self.quantized is not None:
+            self.quantized.clear()
 
     def add_means(self, means: Tensor) -> None:
         """Adds the means of the next pages, `[layers, 2, kv_heads, pages, head_dim]` on any device.
@@ -75,7 +94,8 @@ class KVBuffer:
         entries = self.memory.shape[3] + max(missing, self.capacity // 4)
         pad = (0, 0, 0, whole_pages(entries) - self.memory.shape[3])
         with torch.inference_mode(False):  # as in `take`
-            return KVBuffer(torch.nn.functional.pad(self.memory, pad), self.mean_slots, self.means)
+            memory = torch.nn.functional.pad(self.memory, pad)
+        return KVBuffer(memory, self.mean_slots, self.means, self.quantized)
 
 
 @dataclass
@@ -84,15 +104,25 @@ class BufferPool:
 
     _free: list[KVBuffer] = field(default_factory=list)
 
-    def take(self, layout: KVLayout, capacity: int, device: torch.device, mean_slots: int = 0) -> KVBuffer:
+    def take(
+        self,
+        layout: KVLayout,
+        capacity: int,
+        device: torch.device,
+        mean_slots: int = 0,
+        quantized: QuantizedSize | None = None,
+    ) -> KVBuffer:
         """Returns a buffer of zeros."""
         shape = (layout.layers, 2, layout.kv_heads, mean_slots + capacity, layout.head_dim)
-        wanted = (mean_slots, shape, layout.dtype, device)
+        kind = quantized and QuantizedKV.kind_of(layout, *quantized)
+        wanted = (mean_slots, shape, layout.dtype, device, kind)
         found = next((one for one in self._free if one.kind == wanted), None)
         if found is None:
             self.drop_free()  # there may not be enough memory for both sizes
             with torch.inference_mode(False):  # otherwise it would be writable in that mode alone
-                found = KVBuffer(torch.empty(shape, dtype=layout.dtype, device=device), mean_slots)
+                memory = torch.empty(shape, dtype=layout.dtype, device=device)
+                packed = quantized and QuantizedKV.empty(layout, *quantized, device)
+            found = KVBuffer(memory, mean_slots, quantized=packed)
         else:
             self._free.remove(found)
         found.clear()  # which also touches its pages now, not in a decode step
@@ -101,7 +131,7 @@ class BufferPool:
     @property
     def free_bytes(self) -> int:
         """Bytes of the buffers that no sequence uses."""
-        return sum(one.memory.nbytes for one in self._free)
+        return sum(one.nbytes for one in self._free)
 
     def give_back(self, buffer: KVBuffer) -> None:
         """Returns a buffer. Enqueued work may use it only in stream order before its next use."""

@@ -50,6 +50,7 @@ class EntryLayout:
         chosen_end: number of entries of the chosen chunks.
         means: number of pages, from the first one on, whose means represent the unretrieved tokens.
         unretrieved: number of tokens before the recent window, in these pages, that were not chosen.
+        quantizes: the chosen chunks are quantised, apart from the recent window.
     """
 
     length: int
@@ -57,10 +58,17 @@ class EntryLayout:
     chosen_end: int
     means: int
     unretrieved: int
+    quantizes: bool = False
+
+    @property
+    def quantized(self) -> int:
+        """Number of quantised entries."""
+        return self.chosen_end if self.quantizes else 0
 
     @property
     def entries(self) -> int:
-        return self.chosen_end + self.length - self.recent_start
+        """Number of the other entries."""
+        return self.chosen_end - self.quantized + self.length - self.recent_start
 
 
 class ChunkRows:
@@ -118,6 +126,8 @@ class RetrievalRefresh:
         layout: how the entries lie in `buffer`.
         choose: returns the chunks of a layer; called in `executor`.
         executor: has one thread; may be shut down after `close`.
+        staging: memory for the chosen chunks of two layers, `[2, 2, kv_heads, entries, head_dim]`, where they
+            are quantised: keys of a group share ranges, and its chunks arrive one by one.
     """
 
     def __init__(
@@ -128,9 +138,11 @@ class RetrievalRefresh:
         choose: Callable[[int], ChosenChunks],
         buffer: KVBuffer,
         executor: Executor,
+        staging: Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.buffer = buffer
+        self._staging = staging
         self._engine = engine
         self._chunk = chunk
         self._layers = range(engine.sequence.layout.layers)
@@ -143,7 +155,8 @@ class RetrievalRefresh:
         self._layer = -1
         self._on_host = self._on_device = torch.empty(3, 0, dtype=torch.long)  # chunks of the layer
         self._numbers: list[int] = []
-        self._missing = len(self._layers) * engine.sequence.layout.kv_heads * layout.entries
+        entries = layout.entries + layout.quantized
+        self._missing = len(self._layers) * engine.sequence.layout.kv_heads * entries
         self._pending: deque[tuple[int, _Places, PendingCopy]] = deque()
 
     @property
@@ -154,6 +167,8 @@ class RetrievalRefresh:
     def finish(self) -> None:
         """Writes entries that are still on their way to the buffer."""
         self._write_pending(len(self._layers))
+        for layer in self._layers[-2:]:
+            self._quantize(layer)
 
     def close(self) -> None:
         """Stops choosing, after a pass that was abandoned. Idempotent."""
@@ -172,8 +187,21 @@ class RetrievalRefresh:
         if isinstance(places, slice):
             entries[:, :, places] = kv
         else:
-            chosen = entries[:, :, : self.layout.chosen_end]
-            chosen.unflatten(2, (-1, self._chunk))[:, *places] = kv
+            self._chosen_entries(layer).unflatten(2, (-1, self._chunk))[:, *places] = kv
+
+    def _chosen_entries(self, layer: int) -> Tensor:
+        """Returns where the chosen chunks of a layer are written, `[2, kv_heads, entries, head_dim]`."""
+        entries = self.buffer.kv[layer]
+        if self.layout.quantizes:
+            assert self._staging is not None
+            entries = self._staging[layer % 2]
+        return entries[:, :, : self.layout.chosen_end]
+
+    def _quantize(self, layer: int) -> None:
+        """Quantises the chosen chunks of a layer, which are complete."""
+        if self.layout.quantized and layer >= 0:
+            assert self.buffer.quantized is not None
+            self.buffer.quantized.layer(layer).put(*self._chosen_entries(layer))
 
     def take_from_store(self) -> None:
         """Takes every entry from the store now. Raises CopyFailed."""
@@ -203,6 +231,7 @@ class RetrievalRefresh:
     def _start_layer(self, layer: int) -> None:
         # At most two layers are on their way: the pass waits for neither, and they take little memory.
         self._write_pending(layer - 1)
+        self._quantize(layer - 2)
         self._layer = layer
         self._numbers, (self._on_host, on_device) = self._chosen[layer].result()
         if on_device is None:
@@ -230,7 +259,7 @@ class RetrievalRefresh:
         last = min(start + len(keys) * keys.shape[2], layout.length)
         if first >= last:
             return
-        offset = layout.chosen_end - layout.recent_start  # from positions to entries
+        offset = layout.chosen_end - layout.quantized - layout.recent_start  # from positions to entries
         parts = [part_of(part, first - start, last - start) for part in (keys, values)]
         self._missing -= (last - first) * keys.shape[1]
         places = slice(first + offset, last + offset)

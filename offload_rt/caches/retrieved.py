@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from math import lcm
 
 import torch
 from torch import Tensor
 
-from cpu_kv import ChunkMeans, KeysValues
+from cpu_kv import ChunkMeans, KeysValues, KVLayout
+from offload_rt.attention.quantized import GROUP, QuantizedKV
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens, VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.buffers import BufferPool, KVBuffer
+from offload_rt.caches.buffers import BufferPool, KVBuffer, QuantizedSize
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import ChosenChunks, EntryLayout, RetrievalRefresh
 from offload_rt.caches.selection import AttentionScores, Selection, choose_chunks
@@ -64,6 +67,43 @@ class RefreshSchedule:
         return full and proposed > 0 and accepted / proposed < self.policy.value
 
 
+VERIFIED_ROOM = 128
+"""Verified tokens that a cache of quantised entries has room for between two refreshes."""
+
+
+@dataclass(frozen=True)
+class RetrievedSize:
+    """Numbers of entries that a retrieved cache needs memory for.
+
+    Attributes:
+        unit: tokens of which a multiple is chosen: chunks, and whole groups where they are quantised.
+        room: entries in full precision, but for speculative ones.
+        quantized: size of the memory for the others; None: there are none.
+    """
+
+    unit: int
+    room: int
+    quantized: QuantizedSize | None
+
+    @classmethod
+    def of(cls, layout: KVLayout, budget: int, chunk: int, recent: int, bits: int) -> RetrievedSize:
+        """Returns the sizes for the arguments of a `RetrievedCache`."""
+        if bits == 16:
+            return cls(chunk, budget, None)
+        unit = lcm(chunk, GROUP)
+        window = max(recent, min(layout.page_size - 1, budget // 2)) + chunk + unit
+        return cls(unit, window + VERIFIED_ROOM, QuantizedSize(-(-budget // unit) * unit, bits))
+
+    def nbytes(self, layout: KVLayout, means: int) -> int:
+        """Bytes of a buffer, with so many means."""
+        size = BoundedCache.nbytes(layout, means + self.room)
+        return size + (QuantizedKV.bytes_of(layout, *self.quantized) if self.quantized else 0)
+
+    def staging_bytes(self, layout: KVLayout) -> int:
+        """Bytes of what is quantised next, once for all buffers."""
+        return 2 * self.quantized.entries * layout.layer_token_bytes if self.quantized else 0
+
+
 class RetrievedCache(BoundedCache):
     """First chunk, chunks with the highest scores, and recent window: `budget` entries per layer and KV head.
 
@@ -75,6 +115,10 @@ class RetrievedCache(BoundedCache):
     verified tokens overwrite the chosen chunks from the lowest score on; when none is left, the cache is
     refreshed whatever its policy.
 
+    With fewer than 16 bits, the chosen chunks are quantised (`attention/quantized.py`), in whole groups, so
+    that there may be a few more. The recent window and what is verified after a refresh stay in full
+    precision, and the cache is refreshed when `VERIFIED_ROOM` tokens were verified, whatever its policy.
+
     Args:
         source: the full cache of the same model, whose store keeps the means that `selection` and
             `mean_slots` need.
@@ -84,6 +128,7 @@ class RetrievedCache(BoundedCache):
         mean_slots: most pages whose means are attended; 0: unretrieved tokens are left out.
         from_stream: entries are taken from the segments of the next pass, into a second buffer; False: they
             are gathered before the next draft.
+        bits: of an entry of a chosen chunk: 16 (those of the full cache), 8 or 4.
     """
 
     def __init__(
@@ -98,11 +143,24 @@ class RetrievedCache(BoundedCache):
         mean_slots: int = 0,
         from_stream: bool = False,
         pool: BufferPool | None = None,
+        bits: int = 16,
     ) -> None:
-        local = source.local.derived()
-        super().__init__(source.layout, source.device, budget, source.backend, pool, mean_slots, local)
+        size = RetrievedSize.of(source.layout, budget, chunk, recent, bits)
+        super().__init__(
+            source.layout,
+            source.device,
+            size.room,
+            source.backend,
+            pool,
+            mean_slots,
+            source.local.derived(),
+            size.quantized,
+        )
+        self.budget = budget
         self.chunk = chunk
         self.recent = recent
+        self._unit = size.unit
+        self._staging = None if size.quantized is None else self._staging_for(size.quantized.entries)
         self._source = source
         self.refresh = RefreshSchedule(refresh)
         self.selection = selection
@@ -119,6 +177,13 @@ class RetrievedCache(BoundedCache):
             # Before the first pass: allocating and touching so much memory would hold up a decode step.
             self._spare = self._take_buffer()
         self._drafted = False  # since the last refresh was wanted
+
+    def _staging_for(self, entries: int) -> Tensor:
+        """Returns memory for chosen chunks that are quantised next, see `RetrievalRefresh`."""
+        kv = self._layout
+        with torch.inference_mode(False):
+            shape = 2, 2, kv.kv_heads, entries, kv.head_dim
+            return torch.empty(shape, dtype=kv.dtype, device=self._device)
 
     def build(self, queries: Tensor) -> None:
         self.buffer.means = 0
@@ -142,17 +207,22 @@ class RetrievedCache(BoundedCache):
         self._apply(refresh.layout)
 
     def _entry_layout(self, length: int) -> EntryLayout:
-        if length <= self.budget:
+        quantizes, chunk, page = self.buffer.quantized is not None, self.chunk, self._layout.page_size
+        if length <= (self.room - VERIFIED_ROOM if quantizes else self.budget):
             return EntryLayout(length, recent_start=0, chosen_end=0, means=0, unretrieved=0)
-        chunk, page = self.chunk, self._layout.page_size
         # Tokens behind the last whole page have no mean yet and no score.
         recent = max(self.recent, min(length % page, self.budget // 2))
         # Whole chunks, unless the budget holds no more than the first chunk and the recent window.
         recent_start = max((length - recent) // chunk * chunk, length - (self.budget - chunk))
-        chosen_end = (self.budget - (length - recent_start)) // chunk * chunk
+        left = self.budget - (length - recent_start)
+        chosen_end = -(-left // self._unit) * self._unit if quantizes else left // chunk * chunk
+        if chosen_end >= recent_start:  # everything is held, and what is no whole unit joins the window
+            recent_start = chosen_end = recent_start // self._unit * self._unit
         means = min(self.buffer.mean_slots, recent_start // page)
         unretrieved = max(0, means * page - chosen_end)
-        return EntryLayout(length, recent_start, chosen_end, means if unretrieved else 0, unretrieved)
+        return EntryLayout(
+            length, recent_start, chosen_end, means if unretrieved else 0, unretrieved, quantizes
+        )
 
     def _chooser(self, layout: EntryLayout, queries: Tensor) -> Callable[[int], ChosenChunks]:
         """Returns a thread-safe function that chooses the chunks of a layer."""
@@ -191,12 +261,14 @@ class RetrievedCache(BoundedCache):
         engine.flush()  # tokens are summarised when they have arrived
         choose = self._chooser(layout, queries)
         self._send_means(buffer, layout)
-        return RetrievalRefresh(engine, self.chunk, layout, choose, buffer, self._choosing)
+        return RetrievalRefresh(engine, self.chunk, layout, choose, buffer, self._choosing, self._staging)
 
     def _apply(self, layout: EntryLayout) -> None:
         """Describes the entries by `layout`, after a refresh."""
-        self.entries, self.unretrieved = layout.entries, layout.unretrieved
-        self._next_victim = layout.chosen_end - 1
+        self.entries, self.quantized = layout.entries, layout.quantized
+        self.unretrieved = layout.unretrieved
+        # What is quantised is not overwritten.
+        self._next_victim = layout.chosen_end - layout.quantized - 1
         self.refresh.refreshed()
 
     def adopt(self, verified: VerifiedTokens) -> None:
@@ -207,7 +279,7 @@ class RetrievedCache(BoundedCache):
             refresh.finish()
             self._use(refresh)
         self.refresh.observe(count, verified.proposed)
-        free = self.budget - self.entries + max(0, self._next_victim + 1 - self.chunk)
+        free = self.room - self.entries + max(0, self._next_victim + 1 - self.chunk)
         due = self._source.verified_length > self.budget and self.refresh.due
         # While drafts are read, a refresh from the next pass does not have to interrupt them.
         gathers = due and not (self._from_stream and self._drafted)
@@ -231,7 +303,7 @@ class RetrievedCache(BoundedCache):
     def release(self) -> None:
         self._choosing.shutdown(cancel_futures=True)
         super().release()
-        self._spare = self._running = None
+        self._spare = self._running = self._staging = None
 
     def _use(self, refresh: RetrievalRefresh) -> None:
         self._spare, self.buffer = self.buffer, refresh.buffer

@@ -35,6 +35,9 @@ from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.prices import Prices
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
+DECIDED = "offload.refresh_from", "retrieval.bits"
+"""Keys whose `auto` is decided by the plan of a sequence."""
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -359,8 +362,9 @@ class TokenSequence:
         """Returns `config` as it can retrieve from this sequence. Raises UsageError where it cannot."""
         if config is self.planned:
             return config
-        if config.offload.refresh_from == "auto":  # there is room for as many buffers as were planned
-            config = config.having("offload.refresh_from", self.planned.offload.refresh_from)
+        for key in DECIDED:  # there is room for what was planned
+            if config.value(key) == "auto":
+                config = config.having(key, self.planned.value(key))
         for level in levels_of(config):
             level.check_read(self.planned, self._kv.layout.page_size)
         return config

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 
+from offload_rt.attention.quantized import QuantizedKV
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES, BoundedCache
 from offload_rt.caches.buffers import mean_slots_for
 from offload_rt.caches.local import LocalState
-from offload_rt.caches.retrieved import RetrievedCache
+from offload_rt.caches.retrieved import RetrievedCache, RetrievedSize
 from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
@@ -26,6 +27,9 @@ from offload_rt.model.shape import ModelShape
 
 CHOOSING_NS = 10
 """Time on the host to choose chunks, for each score of a layer and KV head: 7 to 22 on one server core."""
+
+DECODED_SHARE = 0.9
+"""Least time of attention on the CPU over quantised entries, as a share of that over 16 bits: it decodes."""
 
 
 class ModelLevel(Level):
@@ -165,9 +169,29 @@ class RetrievedLevel(ModelLevel):
     of_target = True
 
     def entries(self, sizes: Sizes) -> int:
-        return self.config.retrieval.budget + self._room(sizes.target, sizes.context + sizes.new_tokens)
+        return self.config.retrieval.budget + self._means(sizes.target, sizes.context + sizes.new_tokens)
 
-    def _room(self, target: ModelShape, tokens: int) -> int:
+    @property
+    def _bits(self) -> int:
+        """Bits of an entry of a chosen chunk."""
+        bits = self.config.retrieval.bits
+        return 16 if bits == "auto" else bits
+
+    def _size(self, target: ModelShape) -> RetrievedSize:
+        retrieval, layout = self.config.retrieval, target.layout(self.config.store.page)
+        return RetrievedSize.of(layout, retrieval.budget, retrieval.chunk, retrieval.recent, self._bits)
+
+    def _seen(self, sizes: Sizes) -> int:
+        retrieval, size, layout = self.config.retrieval, self._size(sizes.target), sizes.target.layout(1)
+        seen = super()._seen(sizes)
+        if size.quantized is None or not layout.token_bytes:
+            return seen
+        share = QuantizedKV.bytes_of(layout, *size.quantized) / (size.quantized.entries * layout.token_bytes)
+        share = max(share, DECODED_SHARE) if sizes.in_place else share
+        chosen = max(0, min(retrieval.budget, sizes.context) - retrieval.recent)
+        return seen - round(chosen * (1 - share))
+
+    def _means(self, target: ModelShape, tokens: int) -> int:
         """Returns the number of page means that stand for tokens which are not retrieved."""
         pages = target.layout(self.config.store.page).pages(tokens)
         return mean_slots_for(pages) if self.config.retrieval.rest else 0
@@ -175,7 +199,9 @@ class RetrievedLevel(ModelLevel):
     def memory(self, sizes: Sizes) -> Memory:
         target, tokens = sizes.target, sizes.context + sizes.new_tokens
         buffers = 2 if sizes.refreshes_from_stream else 1  # one in use, one that is filled
-        memory = {"retrieved_caches": buffers * BoundedCache.nbytes(target.layout(1), self.entries(sizes))}
+        layout, size = target.layout(1), self._size(target)
+        one = size.nbytes(layout, self._means(target, tokens))
+        memory = {"retrieved_caches": buffers * one + size.staging_bytes(layout)}
         if self.config.retrieval.select != "mean_keys":
             chunks = tokens // self.config.retrieval.chunk
             memory["scores"] = AttentionScores.nbytes(target.layout(1), target.heads, chunks)
@@ -189,7 +215,8 @@ class RetrievedLevel(ModelLevel):
             return 0.0, 0.0
         share = 1 / max(1, math.ceil(retrieval.refresh.value / tokens))
         entries = retrieval.budget * target.token_bytes
-        copying, gathering = 2 * rates.device_read_ms(entries), rates.gather_ms(entries)
+        moves = 2 if self._bits == 16 else 3  # read and written; to be quantised, read again
+        copying, gathering = moves * rates.device_read_ms(entries), rates.gather_ms(entries)
         if sizes.refreshes_from_stream:
             # Entries are in the stream of a pass, but for those that other processors attend.
             return share, copying + apart * gathering
@@ -219,6 +246,7 @@ class RetrievedLevel(ModelLevel):
             mean_slots=mean_slots_for(resources.pages) if retrieval.rest else 0,
             from_stream=self.config.offload.refreshes_from_stream and not in_place,
             pool=resources.pool,
+            bits=self._bits,
         )
 
     def _selection(self, resources: Resources) -> Selection:

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from torch import Tensor
 from cpu_kv.packed import PackedShape, PackedSide
 from offload_rt.files import replacing
 from offload_rt.machine.memory import cache_folder
+
+if TYPE_CHECKING:
+    from offload_rt.attention.quantized import QuantizedLayer
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
@@ -73,6 +76,34 @@ class _PackedPages(ctypes.Structure):
         return cls(side.packed.data_ptr(), shape.page_size, side.side, _PackedShape.of(shape))
 
 
+class _Quantized(ctypes.Structure):
+    """One side of a `QuantizedLayer`, as `Quantized` of `quantized.h`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "ranges")),
+        *((name, ctypes.c_int64) for name in ("head_stride", "row_stride", "range_head_stride")),
+        *((name, ctypes.c_int64) for name in ("page_tokens", "group", "dim")),
+    ]
+
+    @classmethod
+    def of(cls, codes: Tensor, ranges: Tensor, dim: int) -> Self:
+        """`ranges` differ by channel in groups of tokens if they are `[heads, groups, 2, dim]`."""
+        tokens = codes.shape[1]
+        group = tokens // ranges.shape[1] if ranges.dim() == 4 else 1
+        strides = *codes.stride()[:2], ranges.stride(0)
+        return cls(codes.data_ptr(), ranges.data_ptr(), *strides, tokens, group, dim)
+
+
+class _Quantize(ctypes.Structure):
+    """The arguments of a quantisation, as `Quantize` of `quantized.h`."""
+
+    _fields_ = [
+        ("rows", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("head_stride", "row_stride", "heads", "tokens", "threads")),
+        ("into", _Quantized),
+    ]
+
+
 def _call_over(pages: type[ctypes.Structure]) -> type[ctypes.Structure]:
     """Returns the arguments of a call over keys and values in a form, as `Call` of `attention.cpp`."""
 
@@ -89,7 +120,7 @@ def _call_over(pages: type[ctypes.Structure]) -> type[ctypes.Structure]:
     return Call
 
 
-_Call, _PackedCall = _call_over(_Pages), _call_over(_PackedPages)
+_Call, _PackedCall, _QuantizedCall = map(_call_over, (_Pages, _PackedPages, _Quantized))
 
 
 class Kernel:
@@ -108,6 +139,14 @@ class Kernel:
         for dtype in (torch.float32, torch.bfloat16):
             name = f"attend_{str(dtype).removeprefix('torch.')}"
             self._entry[dtype] = self.function(name, _Call)
+        self._quantized, self._quantize = (
+            {
+                (dtype, bits): self.function(f"{does}_{str(dtype).removeprefix('torch.')}_{bits}", given)
+                for dtype in self._entry
+                for bits in (8, 4)
+            }
+            for does, given in (("attend", _QuantizedCall), ("quantize", _Quantize))
+        )
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._attend_packed = self.function("attend_packed", _PackedCall)
         self._pack = self.function("pack", _PackedShape, pointer, number, pointer, number)
@@ -187,6 +226,43 @@ class Kernel:
             call = _Call(asked, _Pages.of(keys), _Pages.of(values), *sizes)
             self._entry[queries.dtype](ctypes.byref(call))
         return out, lse
+
+    def supports_quantized(self, queries: Tensor, layer: QuantizedLayer) -> bool:
+        """Returns whether it supports the tensors: as `supports`, with half a row in whole vectors."""
+        return (
+            (queries.dtype, layer.bits) in self._quantized
+            and queries.shape[-1] % (2 * self.lanes) == 0
+            and queries.stride(-1) == layer.key_codes.stride(-1) == layer.value_codes.stride(-1) == 1
+        )
+
+    def attend_quantized(
+        self, queries: Tensor, layer: QuantizedLayer, scale: float, threads: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Does `attend` over the tokens of a quantised layer, without a mask."""
+        heads, count, dim = queries.shape
+        tokens = layer.key_codes.shape[1]
+        out = queries.new_empty(heads, count, dim)
+        lse = torch.empty(heads, count, dtype=torch.float32)
+        if out.numel() == 0:
+            return out, lse
+        keys = _Quantized.of(layer.key_codes, layer.key_ranges, dim)
+        values = _Quantized.of(layer.value_codes, layer.value_ranges, dim)
+        sides = _Pages.of(queries[None]), keys, values, out.data_ptr(), lse.data_ptr(), None, None
+        team = torch.get_num_threads() if threads is None else threads
+        call = _QuantizedCall(*sides, heads, count, tokens, dim, team, 1, 1, 1, scale)
+        self._quantized[queries.dtype, layer.bits](ctypes.byref(call))
+        return out, lse
+
+    def quantize(self, keys: Tensor, values: Tensor, layer: QuantizedLayer) -> None:
+        """Quantises keys and values `[heads, tokens, dim]` into a layer of as many tokens."""
+        heads, tokens, dim = keys.shape
+        for rows, codes, ranges in (
+            (keys, layer.key_codes, layer.key_ranges),
+            (values, layer.value_codes, layer.value_ranges),
+        ):
+            sizes = *rows.stride()[:2], heads, tokens, torch.get_num_threads()
+            call = _Quantize(rows.data_ptr(), *sizes, _Quantized.of(codes, ranges, dim))
+            self._quantize[rows.dtype, layer.bits](ctypes.byref(call))
 
     def pack(self, shape: PackedShape, pages: Tensor, packed: Tensor) -> None:
         """Packs contiguous pages of bfloat16; see `PageCodec.encode`."""

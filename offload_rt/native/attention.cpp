@@ -19,6 +19,7 @@
 #include "layer.h"
 #include "packed.h"
 #include "pages.h"
+#include "quantized.h"
 #include "vectors.h"
 #include "widened.h"
 
@@ -259,6 +260,17 @@ extern "C" {
 void offload_rt_attend_float32(const Call<Pages<float>>* call) { attend<WidenedProducts<float>>(*call); }
 
 void offload_rt_attend_bfloat16(const Call<Pages<BFloat16>>* call) { attend_bfloat16(*call); }
+
+#define OFFLOAD_RT_QUANTIZED(BITS)                                                                                  \
+    void offload_rt_attend_float32_##BITS(const Call<Quantized<float, BITS>>* call) {                               \
+        attend<WidenedProducts<float>>(*call);                                                                      \
+    }                                                                                                               \
+    void offload_rt_attend_bfloat16_##BITS(const Call<Quantized<BFloat16, BITS>>* call) { attend_bfloat16(*call); } \
+    void offload_rt_quantize_float32_##BITS(const Quantize<float, BITS>* call) { call->run(); }                     \
+    void offload_rt_quantize_bfloat16_##BITS(const Quantize<BFloat16, BITS>* call) { call->run(); }
+
+OFFLOAD_RT_QUANTIZED(8)
+OFFLOAD_RT_QUANTIZED(4)
 
 void offload_rt_attend_packed(const Call<PackedPages>* call) { attend_bfloat16(*call); }
 

@@ -1,0 +1,230 @@
+"""Retrieved caches of quantised entries against a plain list of tokens that quantises the same way."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from forest import Forest as AnyForest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_caches import (
+    EXAMPLES,
+    KV_HEADS,
+    LAYERS,
+    LAYOUT,
+    OPERATIONS,
+    Pass,
+    PlainFull,
+    PlainRetrieval,
+    Source,
+    Token,
+    check,
+    expected_attention,
+    full_cache,
+    make_link,
+    read_prompt,
+    retrieved_cache,
+    rotated_queries,
+    run,
+)
+from torch import Tensor
+
+from offload_rt.attention.quantized import GROUP, QuantizedKV
+from offload_rt.caches import retrieved
+
+ROOM = 12  # verified tokens between two refreshes
+
+
+def rounded(x: Tensor, axis: int, bits: int) -> Tensor:
+    """What codes of `x` stand for that share a range along an axis."""
+    low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
+    zero = (low - low.abs() / 256).bfloat16().float()
+    step = ((high - zero) * ((1 + 1 / 128) / (2**bits - 1))).bfloat16().float()
+    return zero + step * ((x - zero) / step).round()
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    bits=st.sampled_from([8, 4]),
+    dim=st.sampled_from([8, 64, 80, 96]),
+    groups=st.integers(1, 3),
+    seed=st.integers(0, 100),
+)
+def test_a_code_is_at_most_half_a_step_away(
+    dtype: torch.dtype, bits: int, dim: int, groups: int, seed: int
+) -> None:
+    """Channels are far from zero, or hold one value; only the first tokens are written."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(2, 2, groups * GROUP, dim + 16, generator=generator)[
+        ..., :dim
+    ]  # with gaps between them
+    rows = rows * 10 ** torch.randint(-3, 2, (dim,), generator=generator) + 100 * (torch.arange(dim) % 8 == 3)
+    rows[..., 5] = rows[0, 0, 0, 5]
+    keys, values = rows.to(dtype)
+    layout = retrieved.KVLayout(2, 2, dim, dtype)
+    kv = QuantizedKV.empty(layout, (groups + 1) * GROUP, bits, torch.device("cpu"))
+    kv.clear()
+    layer = kv.layer(1)
+    layer.put(keys, values)
+    assert layer.bits == bits and kv.nbytes == QuantizedKV.bytes_of(layout, (groups + 1) * GROUP, bits)
+    found = layer.first(groups * GROUP).dequantized(torch.float32)
+    in_groups = keys.float().unflatten(1, (groups, GROUP))
+    for side, wanted, whole in (
+        (found[0], rounded(in_groups, 2, bits).flatten(1, 2), in_groups),
+        (found[1], rounded(values.float(), 2, bits), values.float()),
+    ):
+        torch.testing.assert_close(side, wanted.nan_to_num(nan=0.0), rtol=1e-6, atol=1e-30)
+        span = (
+            whole.amax(2, keepdim=True)
+            - whole.amin(2, keepdim=True)
+            + whole.abs().amax(2, keepdim=True) / 128
+        )
+        error = (side.reshape(whole.shape) - whole).abs()
+        assert bool((error <= 0.52 * span / (2**bits - 1) + 1e-30).all())
+    assert not any(tensor.any() for tensor in layer.first(groups * GROUP)[:0])
+    assert not layer.key_codes[:, groups * GROUP :].any() and not any(t.any() for t in kv.layer(0))
+
+
+class PlainQuantized(PlainRetrieval):
+    """Which tokens are quantised, in the order of their groups, and which of the newest ones are not."""
+
+    bits: int
+
+    def build(self, queries: Tensor) -> None:
+        self.refreshes += 1
+        self.due = None
+        length, page, unit = len(self.full.tokens), LAYOUT.page_size, math.lcm(self.chunk, GROUP)
+        self.window = max(self.recent, min(page - 1, self.budget // 2)) + self.chunk + unit
+        recent = max(self.recent, min(length % page, self.budget // 2))
+        start = max((length - recent) // self.chunk * self.chunk, length - (self.budget - self.chunk))
+        count = -(-(self.budget - (length - start)) // unit) * unit
+        if count >= start:
+            start = count = start // unit * unit
+        if length <= self.window:
+            start = count = 0
+        self.always = list(range(start, length))
+        self.pages = min(self.room, start // page)
+        self.rest = self.pages * page - count
+        if self.rest <= 0:
+            self.pages = 0
+        self.chosen = [[[] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
+        if not count:
+            return
+        scores = self.scores(queries, start).clone()
+        scores[:, :, 1:] += scores[:, :, :-1].clone() / 2
+        best = (
+            scores[:, :, 1:].argsort(dim=-1, descending=True, stable=True)[:, :, : count // self.chunk - 1]
+            + 1
+        )
+        self.chosen = [
+            [[c * self.chunk + i for c in [0, *head] for i in range(self.chunk)] for head in layer]
+            for layer in best.tolist()
+        ]
+
+    def adopt(self, count: int, queries: Tensor) -> None:
+        length = len(self.full.tokens)
+        full = len(self.always) + count > self.window + ROOM
+        if self.due is not None or full or (length > self.budget and self.refresh.due):
+            self.due = queries
+            return
+        self.always += range(length - count, length)
+
+    def attention(self, forest: AnyForest[Token], new: int) -> list[Tensor]:
+        sides = []
+        for whole, axis in ((self.full.keys, 1), (self.full.values, 2)):
+            means = (
+                whole[:, :, : self.pages * LAYOUT.page_size]
+                .unflatten(2, (self.pages, LAYOUT.page_size))
+                .mean(3)
+            )
+            chosen = torch.stack(
+                [
+                    torch.stack([whole[la, h, self.chosen[la][h]] for h in range(KV_HEADS)])
+                    for la in range(LAYERS)
+                ]
+            )
+            groups = chosen.unflatten(2, (-1, GROUP)) if chosen.shape[2] else chosen[..., None, :]
+            kept = rounded(groups, axis + 2, self.bits).flatten(2, 3) if chosen.shape[2] else chosen
+            sides.append(torch.cat([means, kept, whole[:, :, self.always]], 2))
+        bias = torch.zeros(sides[0].shape[2], dtype=torch.float64)
+        if self.pages:
+            bias[: self.pages] = math.log(self.rest / self.pages)
+        return expected_attention(*sides, forest, new, len(self.full.tokens), bias)
+
+
+@pytest.mark.parametrize("policy", ["stride:9", "stride:1000"])
+@settings(EXAMPLES, max_examples=15)
+@given(
+    operations=st.lists(OPERATIONS, min_size=6, max_size=14),
+    prompt=st.sampled_from([0, 11, 70, 150]),
+    sizes=st.sampled_from([(64, 4, 4), (40, 8, 5), (97, 4, 12), (12, 2, 8)]),
+    chosen_by=st.tuples(st.sampled_from([None, 0.8]), st.sampled_from([0, 20])),
+    bits=st.sampled_from([8, 4]),
+    seed=st.integers(0, 100),
+)
+def test_a_retrieved_cache_of_quantised_entries(
+    policy: str,
+    operations: list[tuple[str, object, int | None]],
+    prompt: int,
+    sizes: tuple[int, int, int],
+    chosen_by: tuple[float | None, int],
+    bits: int,
+    seed: int,
+) -> None:
+    """Verified tokens enter, speculation is rolled back, and refreshes choose anew, in any order."""
+    decay, means = chosen_by
+    full, source, forest = PlainFull(), Source(seed), AnyForest[Token]()
+    with pytest.MonkeyPatch.context() as patch, full_cache(make_link("cpu"), 2, sizes[1]) as cache:
+        patch.setattr(retrieved, "VERIFIED_ROOM", ROOM)
+        cache.scale = 0.5
+        found = retrieved_cache(cache, sizes, policy, decay, means, bits)
+        plain = PlainQuantized(full, sizes, found.refresh, decay, means)
+        plain.bits, plain.window = bits, found.room - ROOM
+        queries = read_prompt(cache, full, source.tokens(prompt))
+        cache.derived.append(found)
+        if prompt:
+            cache.build_derived()
+            plain.restart(queries)
+            plain.build(queries)
+        for name, argument, follows in operations:
+            length, held = len(full.tokens), len(forest)
+            if name == "verify":
+                assert isinstance(argument, Pass) and argument.end is not None and follows is not None
+                line = [forest.tokens[n] for n in forest.line(held - 1 - follows % (held + 1))]
+                checked = AnyForest[Token](line, list(range(-1, len(line) - 1)))
+                checked = checked.with_new(source.tokens(argument.count), argument.parents(len(line)))
+                run(cache, checked, len(checked))
+                plain.verified(checked)
+                path = checked.line(len(checked) - 1 - argument.end % len(checked))
+                cache.commit(path)
+                kept = [checked.tokens[node] for node in path]
+                full.append(kept)
+                plain.adopt(len(kept), rotated_queries(kept, range(length, length + len(kept))))
+                forest = forest.after(kept) if plain.due is None else AnyForest()
+            elif name == "draft":
+                assert isinstance(argument, Pass)
+                grown = forest.with_new(source.tokens(argument.count), argument.parents(held))
+                attended = run(found, grown, argument.count)
+                if plain.due is not None:
+                    plain.build(plain.due)
+                check(attended, plain.attention(grown, argument.count))
+                indices = argument.kept(grown)
+                found.commit(indices)
+                forest = grown.only([*range(held), *(held + index for index in indices)])
+            elif name == "keep":
+                assert isinstance(argument, list)
+                entries = forest.closed(argument)
+                found.keep(entries)
+                forest = forest.only(entries)
+            assert found.refresh.count == plain.refreshes
+            assert found.speculative.parents == forest.parents
+            if plain.due is None:
+                assert (found.entries, found.quantized) == (len(plain.always), len(plain.chosen[0][0]))
+        probe = forest.with_new(source.tokens(2), [len(forest) - 1, len(forest)])
+        attended = run(found, probe, 2)
+        if plain.due is not None:
+            plain.build(plain.due)
+        check(attended, plain.attention(probe, 2))
