@@ -103,7 +103,7 @@ def planned(given: Given) -> Iterator[Row]:
     device = given.device
     with opened(given, given.sizes.planned, {}) as text:
         memory = {name: size / GIB for name, size in plan(text.request).gpus[0].items()}
-        expected = plan(replace(text.request, same_model_acceptance=HELD)).check()
+        expected = plan(replace(text.request, measured_acceptance=HELD)).check()
         yield {"planned_ms_per_token": expected.ms_per_token} | told(text, given)
         peak = torch.cuda.max_memory_allocated(device) / GIB
         allowed = sum(memory.values())

@@ -40,6 +40,7 @@ from offload_rt.model.layer_kinds import LayerKind, LayerKinds
 from offload_rt.model.recurrence import Recurrence
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
+from offload_rt.planning.planner import with_budget
 from offload_rt.planning.prediction import Predictor, attention_rate
 
 AMPLE_BYTES = 2**50  # of memory: what was run did fit
@@ -178,8 +179,9 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
         context=record["context"],
         new_tokens=0,
         hardware=_hardware(record),
-        same_model_acceptance=found.get("acceptance", 1.0),
+        measured_acceptance=found.get("acceptance", 1.0),
     )
+    request = with_budget(request)
     predictor = Predictor(request)
     if "processor" in record:
         alone = alike(in_place, system)

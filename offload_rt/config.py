@@ -86,7 +86,9 @@ EVERY = RefreshPolicy()
 class RetrievalConfig:
     """The retrieved cache of a layer and KV head, in tokens."""
 
-    budget: Entries = 4096  # entries held: the first chunk, the best chunks and the recent window together
+    # Entries held: the first chunk, the best chunks and the recent window together; 0: as planned, by what
+    # they cost and by how many more of their drafts are accepted.
+    budget: Annotated[int, 0, MOST_ENTRIES] = 0
     # Of an entry of a chosen chunk: 16 (as in the full cache), 8 or 4; `auto`: as planned, 8 on a GPU, and 16
     # where nothing is planned.
     bits: Literal["auto", 16, 8, 4] = "auto"
@@ -100,12 +102,22 @@ class RetrievalConfig:
     rest: bool = True  # approximate unretrieved tokens by per-page mean keys and values
 
     def __post_init__(self) -> None:
-        always_held = self.chunk + self.recent
+        least = self.always_held
         rule = (
-            f"must be at least {always_held}: the first chunk (retrieval.chunk = {self.chunk}) and the recent"
-            f" window (retrieval.recent = {self.recent}) are always held"
+            f"must be 0 (the planner decides) or at least {least}: the first chunk (retrieval.chunk ="
+            f" {self.chunk}) and the recent window (retrieval.recent = {self.recent}) are always held"
         )
-        require(self.budget >= always_held, "retrieval.budget", self.budget, rule)
+        require(self.budget == 0 or self.budget >= least, "retrieval.budget", self.budget, rule)
+
+    @property
+    def entry_bits(self) -> int:
+        """Bits of an entry of a chosen chunk, also where nothing is decided."""
+        return 16 if self.bits == "auto" else self.bits
+
+    @property
+    def always_held(self) -> int:
+        """Entries of the first chunk and of the recent window: the smallest budget."""
+        return self.chunk + self.recent
 
 
 @dataclass(frozen=True)

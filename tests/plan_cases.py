@@ -28,8 +28,12 @@ CONTEXT = 131_072
 def request(
     overrides: Mapping[str, object] = {}, config: str = "triforce", context: int = CONTEXT, **changes: Any
 ) -> PlanRequest:
-    """Llama2-7B with a small draft at 128K on a desktop, KV in 16 bits, unless arguments say otherwise."""
-    settings = load_config(config, {"store.code": "raw", "retrieval.bits": 16, **overrides})
+    """Llama2-7B with a small draft at 128K on a desktop, unless arguments say otherwise.
+
+    KV is in 16 bits, 4,096 entries of which are retrieved.
+    """
+    exact = {"store.code": "raw", "retrieval.bits": 16, "retrieval.budget": 4096}
+    settings = load_config(config, {**exact, **overrides})
     asked = PlanRequest(LLAMA, JF68M, settings, context, 256, DESKTOP)
     return replace(asked, **changes)
 

@@ -274,7 +274,10 @@ TABLE = [
     ),
     ("generate --prompt a --config F/levels.toml", "speculation.levels = 3: must be a list"),
     ("generate --prompt a --set retrieval.budgt=3", "unknown key retrieval.budgt; did you mean"),
-    ("generate --prompt a --set retrieval.budget=3", "retrieval.budget = 3: must be at least"),
+    (
+        "generate --prompt a --set retrieval.budget=3",
+        "retrieval.budget = 3: must be 0 (the planner decides) or at least 264",
+    ),
     ("generate --prompt a --set retrieval.chunk=7", "must divide store.page"),
     (f"{OWN} --prompt a --config naive", "drafts with a small model, and there is none"),
     (

@@ -570,7 +570,7 @@ ROOT = Path(__file__).parent.parent
 def test_the_command_line_is_read_without_torch() -> None:
     """Importing it takes seconds: help, and what is wrong with a flag, a key or a file, need not wait."""
     script = "import sys; from offload_rt import cli\n"
-    script += "assert cli.main(['plan', '--context', '9', '--set', 'retrieval.budget=0']) == 2\n"
+    script += "assert cli.main(['plan', '--context', '9', '--set', 'retrieval.budget=-1']) == 2\n"
     script += "assert cli.main(['generate', '--prompt-file', '/no/such/file']) == 2\n"
     for arguments in (["--help"], ["config", "show"], ["config", "path"], ["completion", "bash"]):
         script += f"assert cli.main({arguments}) == 0\n"

@@ -57,7 +57,7 @@ def test_a_shipped_config_states_only_what_differs(name: str) -> None:
 
 def test_defaults_and_what_triforce_states(tmp_path: Path) -> None:
     config, triforce = written(tmp_path, "speculation.levels = []", {}), load_config("triforce")
-    assert (config.retrieval.budget, config.retrieval.chunk, config.retrieval.recent) == (4096, 8, 256)
+    assert (config.retrieval.budget, config.retrieval.chunk, config.retrieval.recent) == (0, 8, 256)
     assert (config.retrieval.refresh, triforce.retrieval.refresh) == (EVERY, RefreshPolicy("stride", 32))
     for speculation in (config.speculation, triforce.speculation):
         assert (speculation.gamma1, speculation.gamma2, speculation.step_down) == (2, 0, True)

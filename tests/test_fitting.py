@@ -90,14 +90,18 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         config = request.config
         assert (asked[0].context, asked[0].new_tokens) == (1000, 24)
         assert shares.resident_tokens > 0 and shares.cpu_tokens > 0
-        assert config == given.having("offload.refresh_from", made[0].request.config.offload.refresh_from)
+        decided = given
+        for key in ("offload.refresh_from", "retrieval.bits", "retrieval.budget"):
+            decided = decided.having(key, made[0].request.config.value(key))
+        assert config == decided and config.retrieval.budget > 0
         assert shares.resident_tokens % config.store.page == shares.cpu_tokens % config.store.page == 0
         # What a config says is kept.
         subject.configs = (given.having("offload.resident_tokens", 512),)
         fewer = subject.plan(1000, 24)[1]
-        assert fewer.resident_tokens == 512 and fewer.cpu_tokens > shares.cpu_tokens
+        assert fewer.resident_tokens == 512 < shares.resident_tokens
         subject.configs = (subject.configs[0].having("offload.cpu_tokens", 256),)
-        assert subject.plan(1000, 24)[1] == Tiers(512, 256)
+        fewer = subject.plan(1000, 24)[1]
+        assert (fewer.resident_tokens, fewer.cpu_tokens) == (512, 256)
         assert len(asked) == 3, "also what is given has to fit"
 
 

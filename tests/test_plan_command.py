@@ -59,11 +59,12 @@ def test_the_command_tells_the_plan(run: Run) -> None:
         "store      48.34 GiB of CPU memory: full pages are packed to 12.2 bits a value",
         f"{predicted['ms_per_token']:.1f} ms a token",
         f"bottleneck {predicted['bottleneck']}",
-        f"of rounds refresh the retrieved cache from the {report['refresh_from']}, ",
+        f"retrieved  {report['retrieved']['budget']:,} entries of 8 bits in each layer and KV head, ",
+        f"of rounds refresh the retrieved cache from the {report['retrieved']['refresh_from']}, ",
         *report["assumptions"],
     ):
         assert said in out
-    chosen = {"config", "refresh_from", "placement", "layers"}
+    chosen = {"config", "retrieved", "placement", "layers"}
     assert set(report) == {"fits", *chosen, "memory", "predicted", "assumptions"}
     assert set(report["placement"]) == PLACEMENT and set(predicted) == PREDICTED
     assert report["fits"] is True and sum(card.values()) <= 24_564 * 2**20
@@ -124,7 +125,12 @@ def test_flags_reach_the_plan(run: Run) -> None:
     )
     for said in (
         *("float16, prompt of 61,440 tokens, 100 new", "link 12.5 GB/s", "124.0 GiB", "read at 60.0 GB/s"),
-        *("33.0 GB/s at 16", "target:retrieved 0.85", "draft:streaming 0.60", "gamma2 7 (as given)"),
+        *(
+            "33.0 GB/s at 16",
+            "over 1/32 of the context 85% are accepted",
+            "draft:streaming 0.60",
+            "gamma2 7 (as given)",
+        ),
         *("of 20.00 GiB", "GPU 0 computes, the others keep and attend KV"),
     ):
         assert said in out

@@ -11,7 +11,7 @@ from machine_cases import DESKTOP, HOST
 from plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, host, request
 
 from offload_rt.caches.buffers import whole_pages
-from offload_rt.drafting.expectations import expected_tokens
+from offload_rt.drafting.expectations import DRAFT_LENGTHS, expected_tokens
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, KNOWN_GPUS, AttentionRate, Hardware, named_hardware
@@ -32,8 +32,8 @@ def predicted(**changes: Any) -> Prediction:
 @pytest.mark.parametrize(
     ("model", "draft", "config", "machine", "ms", "plain_ms", "gamma", "tokens"),
     [
-        ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 146.0, 893.5, 11, (15360, 63744, 47896)),
-        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 53.30, 150.9, 9, (58368, 18176, 50456)),
+        ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 146.0, 893.5, 11, (15104, 63744, 48152)),
+        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 53.30, 150.9, 9, (58112, 18176, 50712)),
         ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 81.72, 91.3, 64, (13568, 0, 16908)),
         ("demo", "demo-draft", "triforce", ("none", 1), 6.11, 22.6, 7, (0, 127_000, 0)),
     ],
@@ -54,7 +54,7 @@ def test_golden_plans(
     asked = PlanRequest(
         find_shape(model, dtype),
         small,
-        load_config(config, {"store.code": "raw", "retrieval.bits": 16}),
+        load_config(config, {"store.code": "raw", "retrieval.bits": 16, "retrieval.budget": 4096}),
         127_000,
         256,
         named_hardware(*machine),
@@ -147,11 +147,11 @@ def test_quantised_chunks_take_half_or_a_quarter_of_the_memory_and_of_the_reads(
 
 def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     asked = request(hardware=gpu(2, memory_bytes=19 * GIB))
-    assert asked.remote_mlps == 13, "as few as make room, and half a GiB more"
+    assert asked.remote_mlps == 14, "as few as make room, and half a GiB more"
     assert shortage(asked) is None
     assert str(shortage(replace(asked, given_remote_mlps=10))).startswith("GPU 0 (gpu) has 19.0 GiB")
     whole, first, second = (gpu_memory(*one) for one in ((request(), 0), (asked, 0), (asked, 1)))
-    assert second["weights"] == whole["weights"] - first["weights"] == 13 * 3 * 4096 * 11008 * 2
+    assert second["weights"] == whole["weights"] - first["weights"] == 14 * 3 * 4096 * 11008 * 2
     # What goes there and back takes time, a graph cannot hold it, and a prefill sends all hidden states.
     there, here = Predictor(asked), Predictor(request())
     assert there.step(LLAMA, 1).ms > here.step(LLAMA, 1).ms
@@ -257,7 +257,7 @@ def test_a_refresh_fills_a_second_buffer_where_that_is_faster(policy: str, faste
     """A second buffer takes 2.34 GiB that could hold KV instead: too much for a rare refresh."""
     asked = request({"retrieval.refresh": policy}, hardware=gpu(memory_bytes=48 * GIB))
     forced = {place: plan(asked.having("offload.refresh_from", place)) for place in ("stream", "store")}
-    assert all(one.to_json()["refresh_from"] == place for place, one in forced.items())
+    assert all(one.to_json()["retrieved"]["refresh_from"] == place for place, one in forced.items())
     assert plan(asked) == forced[faster] == min(forced.values(), key=lambda one: one.ms_per_token)
     told = {"stream": "the stream, into a second buffer", "store": "the store, between passes"}[faster]
     assert any(told in said for said in forced[faster].assumptions)
@@ -301,8 +301,8 @@ def test_trees_are_drafted_in_steps_and_verified_in_one_pass() -> None:
     # The shapes are those that a round may choose, look-up's finds among them.
     for draft, merge, most in (
         ("auto", "", 64),
-        ("grown:64", "suffix", 64 + 31),
-        ("chain", "lookup", 31 + 31),
+        ("grown:64", "suffix", 64 + max(DRAFT_LENGTHS)),
+        ("chain", "lookup", 2 * max(DRAFT_LENGTHS)),
     ):
         level = {"model": "target", "cache": "retrieved", "draft": draft, "merge": merge}
         free = request({"speculation.levels": [level], "speculation.gamma2": 0}, context=50_000)
@@ -347,13 +347,13 @@ FLOAT32 = replace(LLAMA, dtype=torch.float32)
 @pytest.mark.parametrize(
     ("changes", "why", "change", "longest"),
     [
-        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "", 41216),
+        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "", 39936),
         ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", "", 79104),
         ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", "", 1792),
         ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", "", 90112),
         ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", "2 such GPUs", 0),
         ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", "--dtype bfloat16", 0),
-        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=13248", 122368),
+        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=13248", 121344),
         (
             {"overrides": {"offload.resident_tokens": 65_536}},
             "32.0",
@@ -424,3 +424,25 @@ def test_a_second_gpu_shares_a_context_that_the_first_one_could_keep(
     assert asked.capacities[0] == context
     alone = asked.having("offload.resident_tokens", context)
     assert plan(alone).ms_per_token > gain * plan(asked).ms_per_token
+
+
+def test_the_budget_is_that_with_the_least_predicted_time() -> None:
+    """It weighs what drafts read, and KV that no longer stays on the GPU, against acceptance."""
+    for hardware in (DESKTOP, gpu(memory_rate=200.0), Hardware(HOST, (), measured=True)):
+        free = {"retrieval.budget": 0, "offload.refresh_from": "store"}
+        asked = request(free, context=32_768, hardware=hardware)
+        tried = [plan(asked.having("retrieval.budget", 2**power)) for power in range(10, 16)]
+        chosen = plan(asked)
+        assert chosen.predicted == min(tried, key=lambda one: one.ms_per_token).predicted
+        rejected = [1 - one.request.acceptance for one in tried[:5]]
+        assert rejected == pytest.approx([0.08 * 2 ** (-0.45 * at) for at in range(5)])
+    known = [replace(asked, measured_acceptance=rate) for rate in (0.1, 0.99)]
+    assert [one.acceptance for one in known] == [0.1, 0.99]
+    assert all(plan(one).request.config.retrieval.budget == 1024 for one in known), (
+        "more would cost, and yield nothing"
+    )
+    # As many as are held at least, and as fit.
+    wide = {"retrieval.budget": 0, "retrieval.recent": 5000}
+    assert plan(request(wide, context=4096)).request.config.retrieval.budget == 5008
+    full = request({"retrieval.budget": 0}, hardware=gpu(memory_bytes=17 * GIB))
+    assert plan(full).fits and plan(full).request.config.retrieval.budget < 8192

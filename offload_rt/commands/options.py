@@ -178,7 +178,7 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     def add(flag: str, key: str, meaning: str, metavar: str = "N") -> None:
         add_overrides(group, f"{meaning}; sets {key}", flag, metavar, key)
 
-    add("--retrieval-budget", "retrieval.budget", f"tokens retrieved (default: {RetrievalConfig.budget})")
+    add("--retrieval-budget", "retrieval.budget", "tokens retrieved (default: as it pays)")
     add("--chunk-size", "retrieval.chunk", f"tokens chosen together (default: {RetrievalConfig.chunk})")
     add("--gamma1", "speculation.gamma1", f"depth of first drafts (default: {SpeculationConfig.gamma1})")
     add("--gamma2", "speculation.gamma2", "depth of drafts for the full cache (default: as it pays)")

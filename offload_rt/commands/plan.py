@@ -73,7 +73,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--config", default=AUTO, metavar="NAME|FILE", help=composition)
     chosen = "speculation.gamma2 is chosen by the plan where it is 0"
     add_overrides(configuration, f"sets any configuration key (default: the config's values); {chosen}")
-    same, small = "acceptance of tokens that the target drafts", "acceptance of the small model's tokens"
+    same, small = (
+        "acceptance of tokens that the target drafts over 1/32 of the context",
+        "acceptance of the small model's tokens",
+    )
     for flag, default, help in (
         ("--acceptance", SAME_MODEL_ACCEPTANCE, same),
         ("--draft-acceptance", SMALL_MODEL_ACCEPTANCE, small),
@@ -229,6 +232,12 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
         if (stored := plan.request.stored).packed:
             size, bits = plan.host["kv"] / GIB, 16 * stored.stored_share
             yield f"store      {size:.2f} GiB of CPU memory: full pages are packed to {bits:.1f} bits a value"
+        if request.retrieves:
+            retrieval, share = request.config.retrieval, request.retrieved_share
+            yield (
+                f"retrieved  {retrieval.budget:,} entries of {retrieval.entry_bits} bits in each layer and KV"
+                f" head, {share:.0%} of the context"
+            )
     else:
         yield f"KV         nothing is paged: all {target.layers} layers keep a window or a state alone"
     yield from _local(target, plan.host if request.in_place else plan.gpus[0])

@@ -32,11 +32,9 @@ from offload_rt.levels.compose import compose
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import run_alone
 from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import with_budget
 from offload_rt.planning.prices import Prices
 from offload_rt.timeline import NO_TIMELINE, Timeline
-
-DECIDED = "offload.refresh_from", "retrieval.bits"
-"""Keys whose `auto` is decided by the plan of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +105,14 @@ class TokenSequence:
         prefix: KVPrefix | None = None,
         kept: int = 0,
     ) -> None:
+        self.tiers = tiers
+        self._request = request = replace(request, config=self._with_budget(request, request.config))
         self.config = config = request.config
         self.planned = config  # stays when another config continues the sequence
-        self._request = request
         self.tokens: list[int] = [] if prefix is None else prefix.tokens[:kept]
         self.start = 0
         self.read_tokens = 0
         self.read_ms = 0.0
-        self.tiers = tiers
         self.timeline = shared.timeline
         self.ready: Proposal | None = None
         self.rounds: list[RoundTimes] = []
@@ -180,13 +178,13 @@ class TokenSequence:
         self._caches = made.caches
         self.verifier = compose(made)
         shared.pool.drop_free()
-        levels, request = levels_of(config), replace(self._request, config=config)
+        levels, request = levels_of(config), replace(self._request, config=config, context=len(self.tokens))
         # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
         overlaps = bool(levels) and levels[-1].guesses and not shared.link.in_place
         self.controller = SpeculationController(
             Prices(request, self.tiers),
             request.drafts,
-            levels[-1].acceptance() if levels else 0.0,
+            request.acceptance,
             ahead=config.offload.ahead if overlaps else 0,
             step_down=config.speculation.step_down,
             # Which random numbers are drawn depends on how much is drafted, and a seed repeats its tokens.
@@ -362,12 +360,23 @@ class TokenSequence:
         """Returns `config` as it can retrieve from this sequence. Raises UsageError where it cannot."""
         if config is self.planned:
             return config
-        for key in DECIDED:  # there is room for what was planned
+        for key in ("offload.refresh_from", "retrieval.bits"):  # there is room for what was planned
             if config.value(key) == "auto":
                 config = config.having(key, self.planned.value(key))
         for level in levels_of(config):
             level.check_read(self.planned, self._kv.layout.page_size)
-        return config
+        budget = self.planned.retrieval.budget
+        if config.retrieval.budget == 0 and budget >= config.retrieval.always_held:
+            return config.having("retrieval.budget", budget)
+        return self._with_budget(self._request, config)
+
+    def _with_budget(self, request: PlanRequest, config: Config) -> Config:
+        """Returns `config` with the number of retrieved entries that is fastest with these tiers."""
+        placed = replace(config, store=request.config.store)
+        placed = placed.having("offload.resident_tokens", self.tiers.resident_tokens)
+        placed = placed.having("offload.cpu_tokens", self.tiers.cpu_tokens)
+        budget = with_budget(replace(request, config=placed)).config.retrieval.budget
+        return config.having("retrieval.budget", budget)
 
     def close(self) -> None:
         """Gives the KV back. Idempotent."""

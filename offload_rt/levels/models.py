@@ -15,7 +15,11 @@ from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import Config
 from offload_rt.drafting.base import Drafter
-from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
+from offload_rt.drafting.expectations import (
+    SAME_MODEL_ACCEPTANCE,
+    SMALL_MODEL_ACCEPTANCE,
+    rejections,
+)
 from offload_rt.drafting.head_drafter import Heads
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import DraftShape
@@ -171,15 +175,18 @@ class RetrievedLevel(ModelLevel):
     def entries(self, sizes: Sizes) -> int:
         return self.config.retrieval.budget + self._means(sizes.target, sizes.context + sizes.new_tokens)
 
-    @property
-    def _bits(self) -> int:
-        """Bits of an entry of a chosen chunk."""
-        bits = self.config.retrieval.bits
-        return 16 if bits == "auto" else bits
+    def acceptance(self, sizes: Sizes | None = None) -> float:
+        usual = super().acceptance(sizes)
+        if sizes is None:
+            return usual
+        share = self.config.retrieval.budget / sizes.context
+        return 1 - min(1.0, (1 - usual) * rejections(share, self.config.retrieval.entry_bits))
 
     def _size(self, target: ModelShape) -> RetrievedSize:
         retrieval, layout = self.config.retrieval, target.layout(self.config.store.page)
-        return RetrievedSize.of(layout, retrieval.budget, retrieval.chunk, retrieval.recent, self._bits)
+        return RetrievedSize.of(
+            layout, retrieval.budget, retrieval.chunk, retrieval.recent, self.config.retrieval.entry_bits
+        )
 
     def _seen(self, sizes: Sizes) -> int:
         retrieval, size, layout = self.config.retrieval, self._size(sizes.target), sizes.target.layout(1)
@@ -215,7 +222,7 @@ class RetrievedLevel(ModelLevel):
             return 0.0, 0.0
         share = 1 / max(1, math.ceil(retrieval.refresh.value / tokens))
         entries = retrieval.budget * target.token_bytes
-        moves = 2 if self._bits == 16 else 3  # read and written; to be quantised, read again
+        moves = 2 if retrieval.entry_bits == 16 else 3  # read and written; to be quantised, read again
         copying, gathering = moves * rates.device_read_ms(entries), rates.gather_ms(entries)
         if sizes.refreshes_from_stream:
             # Entries are in the stream of a pass, but for those that other processors attend.
@@ -246,7 +253,7 @@ class RetrievedLevel(ModelLevel):
             mean_slots=mean_slots_for(resources.pages) if retrieval.rest else 0,
             from_stream=self.config.offload.refreshes_from_stream and not in_place,
             pool=resources.pool,
-            bits=self._bits,
+            bits=retrieval.entry_bits,
         )
 
     def _selection(self, resources: Resources) -> Selection:

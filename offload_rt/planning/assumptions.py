@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offload_rt.config import shown
-from offload_rt.drafting.expectations import DRAFT_LENGTHS, SECOND_CHOICE
+from offload_rt.drafting.expectations import DRAFT_LENGTHS, REJECTIONS_POWER, SECOND_CHOICE
 from offload_rt.machine.hardware import GIB
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.prediction import FUSED_ROWS, RUNNER_UP_HITS, RoundTime, product_rates
@@ -75,8 +75,7 @@ def predictions(
     for key in ("store.segment_bytes", "prefill.chunk", "retrieval.rest", "retrieval.budget"):
         asked, given = request.config.value(key), fitting.config.value(key)
         if given < asked:
-            same = "; acceptance is assumed to stay the same" if key == "retrieval.budget" else ""
-            yield f"{key} is {shown(given)} instead of {shown(asked)}, which does not fit{same}"
+            yield f"{key} is {shown(given)} instead of {shown(asked)}, which does not fit"
     if missing := {level.name for level in request.config.speculation.levels} - {
         level.name for level in request.levels
     }:
@@ -95,6 +94,12 @@ def predictions(
         drafted = f"trees of {shape.size} nodes in {shape.depth} steps, whose siblings save up to "
         drafted += f"{SECOND_CHOICE:.0%} of rejections, so that a round"
     yield f"acceptance of a drafted token: {rates}; {drafted} yields {best.tokens:.2f} tokens"
+    if fitting.retrieves:
+        usual, share = fitting.same_model_acceptance, fitting.retrieved_share
+        yield (
+            f"of tokens that the target drafts over 1/32 of the context {usual:.0%} are accepted, and"
+            f" rejections fall with the share retrieved, {share:.1%}, to the power of {REJECTIONS_POWER:g}"
+        )
     if chances := best.chances:
         yield (
             f"while a pass streams, the next round is drafted for its {len(chances)} likeliest outcomes "

@@ -45,8 +45,9 @@ class PlanRequest:
     context: int  # tokens of the prompt
     new_tokens: int  # to make room for after it
     hardware: Hardware
-    same_model_acceptance: float = SAME_MODEL_ACCEPTANCE  # of a token the target drafts over a smaller cache
+    same_model_acceptance: float = SAME_MODEL_ACCEPTANCE  # of a token the target drafts over 1/32 of its KV
     small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE  # of a token the small model drafts
+    measured_acceptance: float | None = None  # of the last level's tokens, where it is known for this config
     given_remote_mlps: int | None = None  # `remote_mlps`, once that is decided
 
     def __post_init__(self) -> None:
@@ -75,6 +76,11 @@ class PlanRequest:
     def retrieves(self) -> bool:
         """One of the levels attends over a retrieved cache."""
         return any(isinstance(level, RetrievedLevel) for level in self.levels)
+
+    @property
+    def retrieved_share(self) -> float:
+        """Share of the context that a retrieved cache holds."""
+        return min(1.0, self.config.retrieval.budget / self.context)
 
     @property
     def refreshes_from_stream(self) -> bool:
@@ -157,6 +163,8 @@ class PlanRequest:
     @property
     def acceptance(self) -> float:
         """Chance that the full cache accepts a drafted token; 0 where nothing drafts."""
+        if self.measured_acceptance is not None:
+            return self.measured_acceptance
         return self.levels[-1].acceptance(self) if self.levels else 0.0
 
     @cached_property

@@ -1,14 +1,14 @@
 """Chooses the placement of KV and weights and predicts its speed, before anything is loaded.
 
 Of all placements that fit, the planner takes the one with the least predicted time per token: how much of the
-context the CPU attends, how many tokens are drafted, and whether a refresh of the retrieved cache fills a
-second buffer.
+context the CPU attends, how many tokens are drafted, how many entries are retrieved for drafting, and whether
+a refresh of them fills a second buffer.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import inf
 
@@ -30,6 +30,8 @@ from offload_rt.planning.prediction import Predictor, RoundTime
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
 THRIFTY = (("store.segment_bytes", 16 * 2**20), ("prefill.chunk", 512), ("retrieval.rest", False))
 """What saves memory and costs little time, given up in this order where memory is short."""
+BUDGETS = tuple(2**power for power in range(10, 17))
+"""Sizes of a retrieved cache to choose among."""
 DRAFT_BITS = 8
 """Bits of retrieved entries on a GPU, which decodes them for nothing. On the demo pair and two books, 8 bits
 lose at most 0.001 of acceptance, and 4 bits no less than half as many entries in 8 do."""
@@ -56,7 +58,7 @@ class Prediction:
 class Plan:
     """A placement with its predicted times, or the reason why nothing fits."""
 
-    request: PlanRequest  # with the budget that fits, and on a GPU with where refreshes take their entries
+    request: PlanRequest  # with the retrieved cache that was chosen
     placement: Placement
     gamma: int  # tokens of a draft, γ2
     refusal: str | None  # why it does not fit, and the nearest plan that does; None where it fits
@@ -104,10 +106,15 @@ class Plan:
         request, placement = self.request, self.placement
         place = "stream" if request.refreshes_from_stream else "store"
         store, kinds = request.config.store, request.target.kinds
+        retrieved = {
+            "budget": request.config.retrieval.budget,
+            "bits": request.config.retrieval.entry_bits,
+            "refresh_from": place,
+        }
         report: dict[str, object] = {
             "fits": self.fits,
             "config": request.config.name,
-            "refresh_from": place if request.retrieves else None,
+            "retrieved": retrieved if request.retrieves else None,
             "layers": {
                 "paged": len(kinds.full),
                 "sliding_windows": len(kinds.windowed),
@@ -136,20 +143,28 @@ class Plan:
 
 def plan(request: PlanRequest) -> Plan:
     """Returns the fastest placement that fits, or why there is none and what comes nearest."""
-    if request.retrieves and not request.in_place and request.config.retrieval.bits == "auto":
-        request = request.having("retrieval.bits", DRAFT_BITS)
     ways = [request]
-    if request.retrieves and not request.in_place and request.config.offload.refresh_from == "auto":
-        ways = [request.having("offload.refresh_from", place) for place in ("store", "stream")]
-    # A smaller retrieved cache would draft worse, which no figure here tells.
-    return min(
-        map(_plan, ways),
-        key=lambda one: (not one.fits, -one.request.config.retrieval.budget, one.ms_per_token),
-    )
+    for key, values in _choices(request):
+        ways = [way.having(key, value) for way in ways for value in values]
+    return min(map(_plan, ways), key=lambda one: (not one.fits, one.ms_per_token))
+
+
+def _choices(request: PlanRequest) -> Iterator[tuple[str, Sequence[object]]]:
+    """Yields the keys of a retrieved cache that the config leaves to the planner, and their values."""
+    retrieval = request.config.retrieval
+    if not request.retrieves:
+        return
+    if not retrieval.budget:
+        least = max(retrieval.always_held, BUDGETS[0])
+        yield "retrieval.budget", [least, *(size for size in BUDGETS if least < size < 2 * request.context)]
+    if not request.in_place and retrieval.bits == "auto":
+        yield "retrieval.bits", [DRAFT_BITS]
+    if not request.in_place and request.config.offload.refresh_from == "auto":
+        yield "offload.refresh_from", ["store", "stream"]
 
 
 def _plan(request: PlanRequest) -> Plan:
-    """Returns the plan of a request whose `offload.refresh_from` is decided."""
+    """Returns the plan of a request whose retrieved cache is decided."""
     fitting = _fitting(request)
     told = tuple(assumptions.machine(fitting or request))
     if fitting is None:
@@ -171,6 +186,13 @@ def _plan(request: PlanRequest) -> Plan:
     )
     told += tuple(assumptions.predictions(request, fitting, best, predicted.plain_ms_per_token))
     return Plan(fitting, best.verification.placement, best.verification.gamma, None, predicted, told)
+
+
+def with_budget(request: PlanRequest) -> PlanRequest:
+    """Returns the request with as many retrieved entries as its plan has, and otherwise as it is."""
+    if request.config.retrieval.budget or not request.retrieves:
+        return request
+    return request.having("retrieval.budget", plan(request).request.config.retrieval.budget)
 
 
 def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
