@@ -226,6 +226,9 @@ class Free:
 
     draft_ms = pass_ms
 
+    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> float:
+        return 0.0
+
 
 class BackgroundAtOnce:
     """A pass thread that runs a pass at once and reports its end when the clock says so."""

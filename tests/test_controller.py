@@ -49,6 +49,9 @@ class Costs:
     def draft_ms(self, length: int, shape: DraftShape) -> float:
         return self.step_ms * shape.depth
 
+    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> float:
+        return outcomes * self.draft_ms(length, shape)
+
 
 def controller(
     costs: Costs = Costs(),

@@ -24,7 +24,7 @@ from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import decode
-from offload_rt.model.scheduler import BatchRunner, LevelStats, run_alone
+from offload_rt.model.scheduler import BatchRunner, LevelStats, Read, run_alone
 from offload_rt.sampling import Sampler
 
 PROMPT = [3, 1, 4, 1, 2]
@@ -153,6 +153,30 @@ def test_a_draft_of_the_right_outcome_is_used(
     assert (text.ready is not None) is kept
     if text.ready is not None:
         assert len(text.ready.draft()) == 2, "complete: the pass was never over"
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_chains_for_several_outcomes_are_drawn_together(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass takes a token of each; they are the chains that would be drawn one by one."""
+    given, made = decode.draft_ahead, []
+
+    def drafting(sequence: Any, *arguments: Any) -> Any:
+        drafter, view = sequence.verifier.drafter, sequence.view
+        before = drafter.stats.passes
+        ahead, drawn = yield from given(sequence, *arguments)
+        together = drafter.stats.passes - before
+        for outcome, proposal in ahead.items():
+            found = proposal.draft().tokens.known
+            alone = yield from drafter.proposal(view.extended(outcome), CHAIN.deep(depth)).complete()
+            alone.tokens.arrive((yield Read(alone.tokens.pending(), drafter.stats)))
+            made.append((found, alone.tokens.known))
+        assert (drawn, together) == (depth, depth + 1), "one more, to know the outcomes"
+        return ahead, drawn
+
+    monkeypatch.setattr(decode, "draft_ahead", drafting)
+    first_round(Parts(seed=7, support=4), 20, depth=depth, ahead=3)
+    assert len(made) == min(3, depth + 1) and all(found == alone for found, alone in made)
+    assert all(len(found) == depth for found, _ in made)
 
 
 def test_a_plain_round_drafts_nothing_ahead() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -128,6 +128,31 @@ class Proposal:
         return []
 
 
+class DraftAhead:
+    """The draft for one outcome of a verification, made before the verdict.
+
+    A subclass makes those for several outcomes together.
+
+    Attributes:
+        depth: levels that have been drawn.
+    """
+
+    def __init__(self, outcome: Outcome, proposal: Proposal) -> None:
+        self._outcome = outcome
+        self._proposal = proposal
+        self.depth = 0
+
+    def step(self) -> Work[bool]:
+        """Draws another level and brings its tokens to the host; returns False once all is drawn."""
+        drawn = yield from self._proposal.step()
+        self.depth += drawn
+        return drawn
+
+    def proposals(self) -> dict[Outcome, Proposal]:
+        """Returns what has been drawn, by outcome; the rest may be drawn later."""
+        return {self._outcome: self._proposal}
+
+
 class Drafter:
     """Proposes continuations of a sequence. The base proposes nothing: its verifier decodes plainly.
 
@@ -152,6 +177,15 @@ class Drafter:
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         """Begins a draft below the last token of `view`. Others may be drawn between its steps."""
         return Proposal()
+
+    def ahead(self, view: TokenView, shapes: Mapping[Outcome, DraftShape]) -> Iterator[DraftAhead]:
+        """Begins drafts below outcomes of a verification behind `view`, as they are asked for.
+
+        Args:
+            shapes: of the drafts, by outcome, the likeliest first.
+        """
+        for outcome, shape in shapes.items():
+            yield DraftAhead(outcome, self.proposal(view.extended(outcome), shape))
 
     def observe(self, view: TokenView, round: Round) -> None:
         """Called after each verified round. The full cache lacks only the last token of `view`."""

@@ -8,17 +8,17 @@ sequences are the exception. At temperature 0 the children of a node are its mos
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from offload_rt.drafting.base import Outcome, Proposal, TokenView
+from offload_rt.drafting.base import DraftAhead, Outcome, Proposal, TokenView
 from offload_rt.drafting.outcomes import LIKELY, chain_outcomes, doubt_scale
-from offload_rt.drafting.shapes import DraftShape
+from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.model.passes import PassOutput
 from offload_rt.model.scheduler import Read, Work
@@ -186,7 +186,16 @@ class Growth(Proposal, ABC):
         return list(read[len(pending) :])
 
     def _trace_nan(self) -> None:
-        self._verifier.trace_nan(self._view, self.draft())
+        self._verifier.trace_nan(self._view, Draft(Tokens.joined(self._levels), Tree(tuple(self._parents))))
+
+
+@dataclass
+class Chain:
+    """A chain that is drawn beside others: its tokens, and one row each before them."""
+
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
 
 
 class LevelGrowth(Growth):
@@ -215,6 +224,15 @@ class LevelGrowth(Growth):
         self._draw(children, self._offered(logits, widest))
         return True
 
+    def begin_with(self, drawn: Chain) -> None:
+        """Begins with a chain that was drawn with others, and may be in the cache."""
+        if drawn.tokens:
+            self._levels = [Tokens([token]) for token in drawn.tokens]
+            self._parents = list(range(ROOT, len(drawn.tokens) - 1))
+            self._newest = range(len(drawn.tokens) - 1, len(drawn.tokens))
+            self._probs, self._logits = list(drawn.probs), list(drawn.logits)
+            self._entries = [ROOT]  # to be found
+
     def _ended(self) -> bool:
         """Returns whether every newest node is a stop token, so that nothing need be drafted behind it."""
         if not self._levels or not self._levels[-1].arrived:
@@ -231,6 +249,68 @@ class LevelGrowth(Growth):
             self._logits.append((yield from self.foresee()))
         logits = torch.cat(self._logits)
         return (yield from chain_outcomes(self._verifier, draft.tokens.known, logits, most, acceptance))
+
+
+class OutcomeForest(Growth, DraftAhead):
+    """Chains below several outcomes of a verification, drawn together: a pass takes a token of each.
+
+    The first nodes are the outcomes themselves. What they share, the beginning of the draft that is verified,
+    is in the cache already.
+    """
+
+    def __init__(self, verifier: Verifier, view: TokenView, shapes: Mapping[Outcome, DraftShape]) -> None:
+        super().__init__(verifier, view, CHAIN)
+        self.depth = 0
+        self._shapes = shapes
+        self._chains = {outcome: Chain() for outcome in shapes}
+        self._growing = list(shapes)  # outcomes whose chains have the newest nodes
+        shared = sorted({outcome[:end] for outcome in shapes for end in range(1, len(outcome))}, key=len)
+        for nodes in (shared, self._growing):
+            if nodes:
+                self._levels.append(Tokens([node[-1] for node in nodes]))
+                self._parents += [shared.index(node[:-1]) if node[:-1] else ROOT for node in nodes]
+        self._newest = range(len(shared), len(self._parents))
+        self._entries = [ROOT]  # to be found
+
+    @staticmethod
+    def nodes(shapes: Mapping[Outcome, DraftShape]) -> int:
+        """Returns how many nodes such a forest has at most."""
+        return sum(len(outcome) + shape.depth for outcome, shape in shapes.items())
+
+    def proposals(self) -> dict[Outcome, Proposal]:
+        made = dict[Outcome, Proposal]()
+        for outcome, chain in self._chains.items():
+            one = LevelGrowth(self._verifier, self._view.extended(outcome), self._shapes[outcome])
+            one.begin_with(chain)
+            made[outcome] = one
+        return made
+
+    def step(self) -> Work[bool]:
+        if not (yield from super().step()):
+            return False
+        self.depth += 1
+        for outcome, token in zip(self._growing, self._levels[-1].known, strict=True):
+            self._chains[outcome].tokens.append(token)
+        return True
+
+    def _deepen(self) -> Work[bool]:
+        rows = [row for row, outcome in enumerate(self._growing) if self._grows(outcome)]
+        if not rows:
+            return False
+        logits = yield from self.foresee()
+        self._draw([(self._newest[row], 0) for row in rows], self._offered(logits, 1))
+        self._growing = [self._growing[row] for row in rows]
+        for at, (row, outcome) in enumerate(zip(rows, self._growing, strict=True)):
+            chain = self._chains[outcome]
+            chain.logits.append(logits[row : row + 1])
+            chain.probs += [probs[at : at + 1] for probs in self._probs[-1:]]
+        return True
+
+    def _grows(self, outcome: Outcome) -> bool:
+        """Returns whether the chain below an outcome is not complete."""
+        last = (*outcome, *self._chains[outcome].tokens)[-1]
+        deeper = self.depth < self._shapes[outcome].depth
+        return deeper and last not in self._verifier.sampling.stop_tokens
 
 
 def without(probs: Tensor, tokens: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -15,7 +15,7 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.config import HeadConfig
-from offload_rt.drafting.base import Drafter, HiddenState, Proposal, Round, TokenView
+from offload_rt.drafting.base import DraftAhead, Drafter, HiddenState, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Sampling
@@ -148,6 +148,9 @@ class HeadDrafter(ModelDrafter):
         drafter = copy.copy(self)
         drafter.cache = HeadStates(known)
         return ModelDrafter.proposal(drafter, view, shape)
+
+    def ahead(self, view: TokenView, shapes: Mapping[Outcome, DraftShape]) -> Iterator[DraftAhead]:
+        return Drafter.ahead(self, view, shapes)  # each with states of its own
 
 
 class Heads:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import Source
 from offload_rt.host import to_device
@@ -39,6 +39,10 @@ class MergedDrafter(Drafter):
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         return MergedProposal(self._source, self._drafter.proposal(view, shape), view, shape)
 
+    def ahead(self, view: TokenView, shapes: Mapping[Outcome, DraftShape]) -> Iterator[DraftAhead]:
+        for drafts in self._drafter.ahead(view, shapes):
+            yield MergedAhead(self._source, drafts, view, shapes)
+
     def observe(self, view: TokenView, round: Round) -> None:
         self._source.observe(view, round)
         self._drafter.observe(view, round)
@@ -70,6 +74,30 @@ class MergedProposal(Proposal):
 
     def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
         return self._drawn.outcomes(most, acceptance)
+
+
+class MergedAhead(DraftAhead):
+    """Drafts made ahead, each of which is joined when it is complete."""
+
+    def __init__(
+        self, source: Source, drafts: DraftAhead, view: TokenView, shapes: Mapping[Outcome, DraftShape]
+    ) -> None:
+        self._source = source
+        self._drafts = drafts
+        self._view = view
+        self._shapes = shapes
+        self.depth = 0
+
+    def step(self) -> Work[bool]:
+        drawn = yield from self._drafts.step()
+        self.depth = self._drafts.depth
+        return drawn
+
+    def proposals(self) -> dict[Outcome, Proposal]:
+        return {
+            outcome: MergedProposal(self._source, drawn, self._view.extended(outcome), self._shapes[outcome])
+            for outcome, drawn in self._drafts.proposals().items()
+        }
 
 
 def joined(draft: Draft, chain: Sequence[int]) -> Draft:

@@ -7,15 +7,16 @@ enough tokens stand, is TriForce's middle level (arXiv 2404.11912, algorithm 1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from offload_rt.caches.bounded import MAX_RECORDED_SPECULATION
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.drafting.base import Drafter, Outcome, Proposal, Round, TokenView
-from offload_rt.drafting.growth import BestFirst, LevelGrowth
+from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.growth import BestFirst, LevelGrowth, OutcomeForest
 from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
@@ -54,6 +55,19 @@ class ModelDrafter(Verifier, Drafter):
             return Rounds(self, view, shape)
         kind = BestFirst if shape.kind == "grown" else LevelGrowth
         return kind(self, view, shape)
+
+    def ahead(self, view: TokenView, shapes: Mapping[Outcome, DraftShape]) -> Iterator[DraftAhead]:
+        together = dict[Outcome, DraftShape]()
+        if not self.shape_below.depth and all(shape.kind == "chain" for shape in shapes.values()):
+            room = MAX_RECORDED_SPECULATION - max(len(view) - self.cache.verified_length, 0)
+            for outcome, shape in shapes.items():
+                if OutcomeForest.nodes(together | {outcome: shape}) > room:
+                    break
+                together[outcome] = shape
+        if len(together) > 1:
+            yield OutcomeForest(self, view, together)
+            shapes = {outcome: shape for outcome, shape in shapes.items() if outcome not in together}
+        yield from super().ahead(view, shapes)
 
     def observe(self, view: TokenView, round: Round) -> None:
         # A cache derived from the full one has adopted the verified KV already, and may hold what was

@@ -49,7 +49,7 @@ class RoundTimes:
         guessed: a draft had been made ahead for the verdict; None: none was made for any outcome.
         asked: depth of the draft that was wanted; 0: the round was to be plain.
         proposed, accepted: tokens.
-        drawn: sum of the depths that were drawn, of this round's draft and of drafts made ahead.
+        drawn: levels that were drawn, of this round's draft and of drafts made ahead.
     """
 
     started: float
@@ -71,6 +71,8 @@ class Prices(Protocol):
     def pass_ms(self, length: int, shape: DraftShape) -> float: ...
 
     def draft_ms(self, length: int, shape: DraftShape) -> float: ...
+
+    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> float: ...
 
 
 class RunningAcceptance:
@@ -175,8 +177,8 @@ class SpeculationController:
         if self._clock or not self.ahead:
             return self.ahead
         shape = self._wanted()
-        pass_ms, draft_ms = self._prices.pass_ms(length, shape), self._prices.draft_ms(length, shape)
-        return min(self.ahead, int(pass_ms / draft_ms)) if draft_ms else self.ahead
+        pass_ms, counts = self._prices.pass_ms(length, shape), range(1, self.ahead + 1)
+        return max((n for n in counts if self._prices.ahead_ms(length, shape, n) <= pass_ms), default=0)
 
     def over(self, running: BackgroundPass) -> bool:
         """Returns whether a pass is over, so that no more drafts for its outcomes are begun."""

@@ -39,7 +39,7 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
     verification = verifier.verification(view, draft)
     running: BackgroundPass = yield StartPass(verification, sequence.full)
 
-    ahead = yield from draft_ahead(sequence, proposal, running, outcomes)
+    ahead, depth_ahead = yield from draft_ahead(sequence, proposal, running, outcomes)
     made = clock.now()
     output = yield AwaitPass(running)
 
@@ -59,7 +59,7 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
         asked=shape.depth,
         proposed=round.proposed,
         accepted=round.accepted,
-        drawn=_depth(draft) - resumed + sum(_depth(one.draft()) for one in ahead.values()),
+        drawn=_depth(draft) - resumed + depth_ahead,
     )
     sequence.extend(round, times)
     return round
@@ -67,23 +67,28 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
 
 def draft_ahead(
     sequence: TokenSequence, proposal: Proposal, running: BackgroundPass, most: int
-) -> Work[dict[Outcome, Proposal]]:
-    """Drafts the next round while a pass runs, for up to `most` of its outcomes; returns the drafts."""
+) -> Work[tuple[dict[Outcome, Proposal], int]]:
+    """Drafts the next round while a pass runs, for up to `most` of its outcomes.
+
+    Returns:
+        The drafts, and how many levels were drawn for them.
+    """
     verifier, controller, view = sequence.verifier, sequence.controller, sequence.view
-    made: dict[Outcome, Proposal] = {}
+    made, depth = dict[Outcome, Proposal](), 0
     if not (most and controller.shape(sequence.room - 2).depth) or controller.over(running):
-        return made
+        return made, depth
     with sequence.timeline.span("draft", "ahead"):
-        for outcome in (yield from proposal.outcomes(most, controller.acceptance.rate)):
-            shape = controller.shape(sequence.room - len(outcome) - 1)
-            if not shape.depth:
-                continue
+        outcomes = yield from proposal.outcomes(most, controller.acceptance.rate)
+        shapes = {outcome: controller.shape(sequence.room - len(outcome) - 1) for outcome in outcomes}
+        drawn = {outcome: shape for outcome, shape in shapes.items() if shape.depth}
+        for drafts in verifier.drafter.ahead(view, drawn):
             if controller.over(running):
                 break
-            made[outcome] = verifier.drafter.proposal(view.extended(outcome), shape)
-            while not controller.over(running) and (yield from made[outcome].step()):
+            while not controller.over(running) and (yield from drafts.step()):
                 pass
-    return made
+            made |= drafts.proposals()
+            depth += drafts.depth
+    return made, depth
 
 
 def _depth(draft: Draft) -> int:

@@ -199,6 +199,14 @@ class Predictor:
             yielded = expected_tokens(level.acceptance(self.request), gamma)
         return token * shape.size
 
+    def ahead_ms(self, shape: DraftShape, outcomes: int) -> list[float]:
+        """Returns when drafts for several outcomes are there: all at once, if one level draws chains."""
+        if len(self.request.levels) != 1 or shape.kind != "chain":
+            return [count * self.draft(shape).ms for count in range(1, outcomes + 1)]
+        level = self.request.levels[0]
+        together = level.step(self, outcomes, first=True) + level.step(self, outcomes) * (shape.depth - 1)
+        return [together.ms] * outcomes
+
     def dense(self, queries: int) -> Cost:
         """Returns the cost of a target pass of `queries` tokens, without attention over the context."""
         return self.step(self.target, queries)
@@ -264,25 +272,25 @@ class Predictor:
     def round(self, verification: PassTime, draft: Cost) -> RoundTime:
         """Returns the times of a round whose draft is made ahead, beside the pass before it.
 
-        The likeliest verdicts of that pass are drafted for in turn, as long as a draft made beside it comes
-        earlier than one made after it.
+        The likeliest verdicts of that pass are drafted for, as many as make the round shortest.
         """
         request, drafted = self.request, verification.drafted
         tokens = drafted.expected_tokens((request.acceptance, *LATER_CHOICES))
         late = ms = verification.after(draft.ms) + draft.ms
         busy = self.busy_ms(verification)
-        chances: list[float] = []
+        chances: tuple[float, ...] = ()
         # What may follow a tree is not guessed.
         guessed = drafted.depth and drafted.kind == "chain" and request.levels[-1].guesses
         most = self.config.offload.ahead if guessed and not request.in_place else 0
-        for chance in outcome_chances(request.acceptance, drafted.depth)[:most]:
-            ready = busy + (1 + len(chances)) * draft.ms
-            if ready >= late:
-                break
-            chances.append(chance)
-            ms -= chance * (late - max(verification.ms, ready))
+        for count in range(1, 1 + most):
+            guesses = outcome_chances(request.acceptance, drafted.depth)[:count]
+            sooner = late
+            for chance, ready in zip(guesses, self.ahead_ms(drafted, count), strict=False):
+                sooner -= chance * max(0.0, late - max(verification.ms, busy + ready))
+            if sooner < ms:
+                chances, ms = guesses, sooner
         share, longer = self._refresh(verification.placement, tokens)
-        return RoundTime(verification, draft, ms + share * longer, tokens, tuple(chances), share, longer)
+        return RoundTime(verification, draft, ms + share * longer, tokens, chances, share, longer)
 
     def _refresh(self, placement: Placement, tokens: float) -> tuple[float, float]:
         """Returns the share of rounds that refresh a cache, and by how many ms such a round is longer."""
