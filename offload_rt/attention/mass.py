@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Sample:
     step: int
 
     @classmethod
+    @cache
     def of(cls, queries: int) -> Sample:
         """Samples at most `SAMPLED_QUERIES` of `queries` tokens, evenly spaced."""
         return cls(queries, -(-queries // SAMPLED_QUERIES))

@@ -131,7 +131,8 @@ class AttentionSum:
             sinks: see `Softmax`.
         """
         assert self._total is not None
-        out, lse = (unfold(one, self._heads) for one in self._total)
+        out = unfold(self._total[0], self._heads)
         if sinks is not None:
+            lse = unfold(self._total[1], self._heads)
             out = out * torch.sigmoid(lse - sinks[:, None])[..., None]
         return out.to(self._queries.dtype)
