@@ -21,6 +21,7 @@ from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import NO_GPU, named_hardware
+from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.loading import choose_device, choose_dtype, load_model, load_tokenizer
 from offload_rt.model.passes import PassOutput
 from offload_rt.model.runner import CausalModel
@@ -101,7 +102,9 @@ class Texts:
         """
         texts, device = args.read_texts(arguments.text), choose_device(arguments.device)
         source, draft_source = args.sources(arguments)
-        target = load_model(source, device, choose_dtype(arguments.dtype or "float32", device))
+        target = load_model(
+            source, device, choose_dtype(arguments.dtype or "float32", device, model_config(source).dtype)
+        )
         draft = None if draft_source is None else load_model(draft_source, device, target.dtype)
         tokenizer = load_tokenizer(source)
         if tokenizer is None:

@@ -122,6 +122,7 @@ class SequenceKV:
         self._pool = store._pool
         self._runs: list[_Run] = []
         self._lengths = [0] * layout.layers
+        self._whole: dict[int, tuple[int, int, list[KeysValues]]] = {}  # newest views of full pages, by layer
         self._closed = False
 
     @property
@@ -268,7 +269,13 @@ class SequenceKV:
         end = present if end is None else end
         if not 0 <= start <= end <= present:
             raise ValueError(f"tokens {start} to {end} of layer {layer}: {present} are present")
-        return self._span(layer, start, end)
+        if end % self.layout.page_size:
+            return self._span(layer, start, end)
+        # Full pages change only where the sequence is truncated, and passes ask for the same ones.
+        kept = self._whole.get(layer)
+        if kept is None or kept[:2] != (start, end):
+            kept = self._whole[layer] = (start, end, self._span(layer, start, end))
+        return kept[2]
 
     def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KeysValues] | None:
         """Returns ``views`` as tensors of a CUDA device, whose kernels read them over the link.
@@ -377,6 +384,7 @@ class SequenceKV:
             self._runs.append(_Run(slab, page, self._pages, 1))
 
     def _keep_pages(self, count: int) -> None:
+        self._whole.clear()
         while self._pages > count:
             last = self._runs[-1]
             page = last.first + last.pages - 1

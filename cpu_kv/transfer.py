@@ -83,6 +83,8 @@ class TransferEngine:
         if not link.in_place:
             self._ring = StagingRing(link, sequence.layout, segment_tokens, ring_buffers)
         self._writes: deque[_WriteBack] = deque()
+        self._unwritten: list[Tensor] = []  # in place: given to `write_back`, less than a page
+        self._unwritten_tokens = 0
         self._streams: deque[LayerStream] = deque()  # open and not read to their end, in order
         # A segment is first planned, then copied into a part of a slot, then read.
         self._planned: deque[_Segment] = deque()
@@ -130,22 +132,27 @@ class TransferEngine:
         """Appends ``[layers, 2, kv_heads, n, head_dim]`` on the link's device to all layers, asynchronously.
 
         One copy moves them to the host. ``collect`` or, at the latest, ``flush`` commits them to the
-        sequence; until then ``kv`` must not change, and others must not append to the sequence or truncate
-        it. Waits for the previous write-back. Raises ValueError for a wrong shape or dtype, MemoryError if
-        memory is short, CopyFailed if an earlier write-back failed.
+        sequence, in place ``flush`` or the call that makes them a page; until then ``kv`` must not change,
+        and others must not append to the sequence or truncate it. Waits for the previous write-back. Raises
+        ValueError for a wrong shape or dtype, MemoryError if memory is short, CopyFailed if an earlier
+        write-back failed.
         """
         self._check_open()
-        layers = range(self.sequence.layout.layers)
-        count = self.sequence.layout.tokens_in(kv[0, 0], kv[0, 1])
+        layers, layout = range(self.sequence.layout.layers), self.sequence.layout
+        count = layout.tokens_in(kv[0, 0], kv[0, 1])
+        if not self.link.in_place:
+            self.flush()
+        page, start = layout.page_size, self.sequence.length + self._unwritten_tokens
+        first, end = start // page * page, layout.pages(start + count) * page
+        if start == first or end > first + page or not self._unwritten:
+            for layer in layers:  # MemoryError comes before any layer has the tokens
+                self.sequence.memory(layer, first, end)
         if self.link.in_place:
-            for layer in layers:
-                self.sequence.append(layer, kv[layer, 0], kv[layer, 1])
+            self._unwritten.append(kv.detach())
+            self._unwritten_tokens += count
+            if self._unwritten_tokens >= page:
+                self.flush()
             return
-        self.flush()
-        start, layout = self.sequence.length, self.sequence.layout
-        page, end = layout.page_size, layout.pages(start + count) * layout.page_size
-        for layer in layers:  # MemoryError comes before any layer has the tokens
-            self.sequence.memory(layer, start // page * page, end)
         packed = kv.detach().contiguous()
         arrived = self._incoming.take(packed.shape)
         written = self._copy([(arrived, packed)], after=self.link.record_event(), to_host=True)
@@ -216,6 +223,11 @@ class TransferEngine:
         """
         while self._writes:
             self._finish_oldest_write()
+        if self._unwritten:
+            kv = torch.cat(self._unwritten, dim=3)
+            self._unwritten, self._unwritten_tokens = [], 0
+            for layer, (keys, values) in enumerate(kv):
+                self.sequence.append(layer, keys, values)
 
     def read(self, start: int, end: int) -> Tensor:
         """Returns the tokens ``start`` .. ``end`` on the link's device; see ``fetch``.

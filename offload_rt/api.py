@@ -58,7 +58,7 @@ class LLM:
             to be fastest, of those that the models allow.
         device: auto, cpu or cuda; further GPUs behind commas, cuda:0,cuda:1: they keep and attend KV, and the
             second one has what weights the first one has no room for.
-        dtype: auto, float32, bfloat16 or float16.
+        dtype: auto, float32, bfloat16 or float16; see `choose_dtype` for auto.
         overrides: config values by full key, e.g. `{"retrieval.budget": 4096}`.
         on_progress: called with the progress of loading and prefill, and of measuring a machine for its first
             plan.

@@ -98,8 +98,8 @@ def open_models(
     rope = Yarn.parse(rope) if isinstance(rope, str) else rope
     configs = load_configs(config, overrides)  # what is cheap to check comes first
     place, *others = devices = choose_devices(device)
-    wanted = choose_dtype(dtype, place)
     source, name = model_source(model), DEMO if model is None else str(model)
+    wanted = choose_dtype(dtype, place, model_config(source).dtype)
     if name == DEMO and draft is None:
         draft = DEMO_DRAFT
     if str(draft) == NO_DRAFT or not needs_draft_model(configs):

@@ -799,6 +799,7 @@ def test_what_cannot_fit_is_refused_before_weights_are_read(
     monkeypatch.setattr("offload_rt.machine.inspection.available_memory", lambda: 3 * 2**29)
     monkeypatch.setattr("offload_rt.opening.load_model", lambda *arguments: pytest.fail("weights were read"))
     arguments = ["generate", "--max-prompt-tokens", "60000", "--set", "retrieval.budget=8192"]
+    arguments += ["--dtype", "float32"]
     assert cli.main([*arguments, "--json", str(tmp_path / "out.json")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "at 60000 tokens does not fit: host memory has" in last
@@ -838,8 +839,10 @@ def test_the_demo_compares_in_memory_and_over_the_link(
 
 
 def test_differing_tokens_are_told_at_temperature_zero() -> None:
-    result, plain = SimpleNamespace(tokens=[1, 2]), SimpleNamespace(tokens=[1, 3])
+    result, plain = (SimpleNamespace(tokens=[1, last], dtype="float32") for last in (2, 3))
     greedy, sampled = SimpleNamespace(temperature=0), SimpleNamespace(temperature=0.7)
     verdicts = [generate.tokens_verdict(result, other, greedy) for other in (result, plain)]
     assert verdicts == ["tokens equal", "TOKENS DIFFER"]
+    half = SimpleNamespace(tokens=[1, 2], dtype="bfloat16")
+    assert generate.tokens_verdict(half, plain, greedy).startswith("the first 1 tokens equal (a near tie")
     assert generate.tokens_verdict(result, plain, sampled).startswith("same output distribution")

@@ -184,7 +184,8 @@ def test_greedy_tokens_are_those_of_plain_decoding(
 def test_the_demo_head_is_often_right() -> None:
     prompt = "It was a cold evening, and the old man sat before the fire with his daughter. He had been to"
     overrides: dict[str, object] = {"speculation.levels": ["head"], "speculation.gamma2": 4}
-    with LLM(config="heads", overrides=overrides | {"speculation.step_down": False}) as llm:
+    overrides["speculation.step_down"] = False
+    with LLM(config="heads", dtype="float32", overrides=overrides) as llm:
         text, params = llm.read(prompt), SamplingParams(max_tokens=64, ignore_eos=True)
         result = again(text, params)
         assert again(text, params, "plain").tokens == result.tokens

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
-from offload_rt.model import checkpoint_config
+from offload_rt.model import checkpoint_config, loading
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.loading import choose_device, choose_devices, choose_dtype, load_model, load_tokenizer
 from offload_rt.model.rope import Yarn
@@ -253,13 +253,32 @@ def test_a_model_without_tokenizer_works_with_ids(tmp_path: Path) -> None:
 def test_devices_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("cpu") == choose_device("auto") == CPU
-    assert choose_dtype("auto", CPU) == torch.float32
-    assert choose_dtype("auto", torch.device("cuda")) is None
-    assert choose_dtype("bfloat16", CPU) == torch.bfloat16
+    assert choose_dtype("bfloat16", CPU, torch.float32) == torch.bfloat16
     with pytest.raises(UsageError, match="device 'tpu' is unknown: use one of auto, cpu, cuda"):
         choose_device("tpu")
     with pytest.raises(UsageError, match="dtype 'int8' is unknown"):
-        choose_dtype("int8", CPU)
+        choose_dtype("int8", CPU, None)
+
+
+@pytest.mark.parametrize("dots", [None, False, True], ids=["no library", "without dots", "with dots"])
+def test_auto_never_rounds_weights(monkeypatch: pytest.MonkeyPatch, dots: bool | None) -> None:
+    """A checkpoint in float16 has values that bfloat16 rounds, too."""
+    kernel = None if dots is None else SimpleNamespace(bfloat16_dots=dots)
+    monkeypatch.setattr(loading, "load_kernel", lambda: kernel)
+    for own in (torch.float32, torch.float16, None):
+        assert choose_dtype("auto", CPU, own) == torch.float32
+    assert choose_dtype("auto", CPU, torch.bfloat16) == (torch.bfloat16 if dots else torch.float32)
+    assert choose_dtype("auto", torch.device("cuda"), torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_auto_by_the_config_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(loading, "load_kernel", lambda: SimpleNamespace(bfloat16_dots=True))
+    tiny_target("llama").to(dtype).save_pretrained(tmp_path)
+    with LLM(tmp_path, config="plain", device="cpu") as llm:
+        assert llm.engine.target.dtype == (dtype if dtype == torch.bfloat16 else torch.float32)
 
 
 def test_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

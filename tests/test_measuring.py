@@ -36,9 +36,9 @@ def test_attention_reads_all_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> 
     seen = []
 
     class Backend(TorchCpuBackend):
-        def parts_with_mass(self, queries: Any, keys: Any, values: Any, *arguments: Any) -> Any:
+        def add_with_mass(self, total: Any, queries: Any, keys: Any, values: Any, *arguments: Any) -> Any:
             seen.append((queries.shape[1], keys.nbytes + values.nbytes))
-            return super().parts_with_mass(queries, keys, values, *arguments)
+            return super().add_with_mass(total, queries, keys, values, *arguments)
 
     monkeypatch.setattr(measuring, "cpu_share_backend", lambda device: Backend())
     clock = iter(range(10_000))

@@ -21,6 +21,7 @@ from offload_rt import native
 from offload_rt.attention import quantized
 from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend, choose_backend, torch_threads
 from offload_rt.attention.quantized import GROUP, QuantizedKV
+from offload_rt.attention.sums import AttentionSum
 from offload_rt.machine.memory import CACHE_FOLDER, cache_folder
 
 PROCESSORS = {
@@ -93,7 +94,7 @@ def assert_as_exact_as_torch(
     scale = queries.shape[-1] ** -0.5
     want, want_lse = expected(queries, keys, values, scale, mask)
     out, lse = kernel.attend(queries, keys, values, scale, mask, threads)
-    assert out.dtype == queries.dtype and lse.dtype == torch.float32
+    assert out.dtype == lse.dtype == torch.float32
     peer, peer_lse = attend(TorchCpuBackend(), queries, keys, values, scale, mask)
     # torch may be lucky, over one query most of all: its error counts as no less than rounding brings.
     least = (1 if queries.dtype == torch.bfloat16 else 8) * torch.finfo(queries.dtype).eps
@@ -261,6 +262,30 @@ def test_a_query_that_sees_nothing_vanishes_when_merged(kernel: native.Kernel, d
         assert out.eq(0).all() and lse.isneginf().all() and lse.shape == (2, 3)
     out, lse = kernel.attend(queries[:, :0], keys, values, 0.3, None)
     assert out.shape == (2, 0, 32) and lse.shape == (2, 0)
+
+
+@DTYPES
+def test_a_sum_over_segments_of_very_different_weight(kernel: native.Kernel, dtype: torch.dtype) -> None:
+    """Whole, and with 4,100 tokens in splits; some queries see nothing of one segment or of all."""
+    backend, sizes = NativeCpuBackend(kernel), (7, 4100, 40)
+    queries, keys, values = drawn(2, 4, sum(sizes), 32, dtype)
+    keys[:, :, 7:4107] *= 12  # their scores, up or down, outweigh the others'
+    mask = torch.zeros(4, sum(sizes))
+    mask[0, :7] = mask[1, 7:] = mask[3] = -torch.inf
+    total = AttentionSum(backend, queries, 2, 0.3)
+    for part in torch.arange(sum(sizes)).split(sizes):
+        total.attend(keys[:, :, part], values[:, :, part], mask[:, part])
+    assert total.lse is not None
+    found, lse = total.result(), total.lse
+    assert found[:, 3].eq(0).all() and lse[:, 3].isneginf().all()
+    want, want_lse = expected(queries[:, :3], keys, values, 0.3, mask[:3])
+    precision = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found[:, :3].double(), want, atol=precision, rtol=precision)
+    torch.testing.assert_close(lse[:, :3].double(), want_lse, atol=precision, rtol=1e-5)
+    nothing = AttentionSum(backend, queries, 2, 0.3)
+    nothing.attend(keys.new_full((1, 2, 3, 32), torch.nan), values[:, :, :3])
+    nothing.attend(keys, values)
+    assert nothing.result().isnan().all(), "what is not a number stays so"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from bench.systems import Opener, Prompt, Run, Setup
 from cpu_kv import CpuLink, CudaLink, Link, PacedLink
 from offload_rt.levels.base import needs_draft_model
 from offload_rt.machine.inspection import usable_hardware
+from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.loading import choose_dtype, load_model
 from offload_rt.model.named_shapes import find_shape
@@ -30,7 +31,7 @@ def shared_text(setup: Setup) -> RecordedText:
     if setup.device == "cpu":
         torch.set_num_threads(setup.threads)
     device = torch.device(setup.device)
-    dtype = choose_dtype(setup.dtype, device)
+    dtype = choose_dtype(setup.dtype, device, model_config(setup.model).dtype)
     config = text_config(setup.options, draft=bool(setup.draft))
     if device.type == "cuda":  # refuses what does not fit before weights are loaded
         shape, small = find_shape(setup.model, dtype), setup.draft and find_shape(setup.draft, dtype)

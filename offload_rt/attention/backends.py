@@ -33,6 +33,10 @@ MASKED_PAGE = 128
 """Keys among which the CUDA backends split attention under a mask."""
 MAX_TIME_RATIO = 0.95  # another kernel replaces torch's if it takes less than this share of its time
 
+Total = tuple[Tensor, Tensor]
+"""A sum of attention over segments, `[kv_heads, folded_query, head_dim]`, and its log-sum-exp `[kv_heads,
+folded_query]`; float32 or wider."""
+
 
 class AttentionBackend(ABC):
     """An implementation of attention on folded heads.
@@ -76,22 +80,58 @@ class AttentionBackend(ABC):
         """Prepares an additive mask `[folded_query, tokens]` for calls with queries of `dtype`."""
         return mask
 
-    def parts_with_mass(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, sample: Sample, chunk: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Does `parts` without a mask, and takes attention mass too if the kernel gets it for free.
+    def add(
+        self,
+        total: Total | None,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        mask: Tensor | None,
+    ) -> Total:
+        """Adds attention over a segment to a sum; the tensors are as in `parts`.
 
-        Returns:
-            As `parts`, then the mass `[kv_heads, sampled_query, chunks]` relative to the log-sum-exp of the
-            only part, or None.
+        Args:
+            total: the sum so far; None: nothing was added. It stays as it is.
         """
-        return *self.parts(queries, keys, values, scale, None), None
+        parts = self.parts(queries, keys, values, scale, mask)
+        found: Total = self.operators.combine(*parts, *(total or (None, None)))
+        return found
 
-    def quantized_parts(
-        self, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Does `parts` over the first `count` tokens of quantised keys and values; None: all of them."""
-        found: tuple[Tensor, Tensor] = self.operators.attend_quantized(queries, *layer, count, scale)
+    def add_with_mass(
+        self,
+        total: Total | None,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sample: Sample,
+        mass: Tensor,
+        reference: Tensor | None,
+    ) -> Total:
+        """Does `add` without a mask, and takes attention mass.
+
+        Args:
+            mass: output, see `operators.chunk_mass_`.
+            reference: what the mass is relative to; None: the log-sum-exp of the result.
+        """
+        operators, every = self.operators, (sample.period, sample.step)
+        if total is None or reference is None:
+            total = self.add(total, queries, keys, values, scale, None)
+            operators.chunk_mass_(mass, queries, keys, total[1], scale, *every)
+            return total
+        parts = self.parts(queries, keys, values, scale, None)
+        found: Total = operators.combine_with_mass_(
+            mass, *parts, *total, queries, keys, reference, scale, *every
+        )
+        return found
+
+    def add_quantized(
+        self, total: Total | None, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None
+    ) -> Total:
+        """Does `add` over the first `count` tokens of quantised keys and values; None: all of them."""
+        parts = self.operators.attend_quantized(queries, *layer, count, scale)
+        found: Total = self.operators.combine(*parts, *(total or (None, None)))
         return found
 
 
@@ -194,33 +234,42 @@ class NativeCpuBackend(TorchCpuBackend):
         super().__init__(threads)
         self._kernel = kernel
 
-    def parts(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def add(
+        self,
+        total: Total | None,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        mask: Tensor | None,
+    ) -> Total:
         if self._kernel.supports(queries, keys, values):
-            out, lse = self._kernel.attend(queries, keys, values, scale, mask, self.threads)
-            return out[None], lse[None]
-        return super().parts(queries, keys, values, scale, mask)
+            return self._kernel.attend(queries, keys, values, scale, mask, self.threads, total)
+        return super().add(total, queries, keys, values, scale, mask)
 
-    def parts_with_mass(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, sample: Sample, chunk: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        kernel = self._kernel
+    def add_with_mass(
+        self,
+        total: Total | None,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sample: Sample,
+        mass: Tensor,
+        reference: Tensor | None,
+    ) -> Total:
+        kernel, chunk = self._kernel, len(keys) * keys.shape[2] // mass.shape[2]
         if not (kernel.supports(queries, keys, values) and kernel.supports_mass(keys, chunk)):
-            return super().parts_with_mass(queries, keys, values, scale, sample, chunk)
-        sampled = queries.shape[1] // sample.period * sample.count
-        mass = torch.empty(len(queries), sampled, len(keys) * keys.shape[2] // chunk)
-        every = (sample.period, sample.step)
-        out, lse = kernel.attend(queries, keys, values, scale, None, self.threads, mass, *every)
-        return out[None], lse[None], mass
+            return super().add_with_mass(total, queries, keys, values, scale, sample, mass, reference)
+        given = (total, mass, reference, sample.period, sample.step)
+        return kernel.attend(queries, keys, values, scale, None, self.threads, *given)
 
-    def quantized_parts(
-        self, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def add_quantized(
+        self, total: Total | None, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None
+    ) -> Total:
         if count is not None or not self._kernel.supports_quantized(queries, layer):
-            return super().quantized_parts(queries, layer, scale, count)
-        out, lse = self._kernel.attend_quantized(queries, layer, scale, self.threads)
-        return out[None], lse[None]
+            return super().add_quantized(total, queries, layer, scale, count)
+        return self._kernel.attend_quantized(queries, layer, scale, self.threads, total)
 
 
 class TorchCudaBackend(_TorchBackend):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Sample:
     step: int
 
     @classmethod
+    @cache
     def of(cls, queries: int) -> Sample:
         """Samples at most `SAMPLED_QUERIES` of `queries` tokens, evenly spaced."""
         return cls(queries, -(-queries // SAMPLED_QUERIES))
@@ -49,7 +51,7 @@ class MassRange:
         mass: `[kv_heads, sampled_query, chunks]` float32, for each chunk the sum of exp(score - reference)
             over its tokens; or `[kv_heads, 1, chunks]`, also summed over the sampled queries (`summed_mass`).
         reference: log-sum-exp that the mass is relative to, `[kv_heads, folded_query]`; None until the first
-            segment is stored.
+            segment is attended.
     """
 
     def __init__(self, first: int, chunk: int, mass: Tensor, reference: Tensor | None) -> None:
@@ -64,18 +66,6 @@ class MassRange:
         start = self._filled
         self._filled += len(keys) * keys.shape[2] // self.chunk
         return self.mass[:, :, start : self._filled]
-
-    def store(self, keys: Tensor, mass: Tensor, lse: Tensor, sample: Sample) -> None:
-        """Stores the mass of the next segment, given relative to `lse` `[kv_heads, folded_query]`."""
-        if self.reference is None and mass.shape == self.mass.shape:
-            self.mass, self.reference = mass, lse
-            return
-        if self.reference is None:
-            self.reference = lse
-        else:
-            shift = sample.rows(lse) - sample.rows(self.reference)
-            mass = mass * operators.clamped_exp(shift)[..., None].float()
-        self.next_segment(keys).copy_(mass)
 
 
 def summed_mass(ranges: Sequence[MassRange], lse: Tensor, sample: Sample) -> Tensor:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload_rt.attention.backends import AttentionBackend, fold, unfold
+from offload_rt.attention.backends import AttentionBackend, Total, fold, unfold
 from offload_rt.attention.mass import MassRange, Sample
 from offload_rt.attention.quantized import QuantizedLayer
 
@@ -52,7 +52,6 @@ class AttentionSum:
         scale: float,
         chunk: int | None = None,
     ) -> None:
-        self.lse: Tensor | None = None
         self.mass: list[MassRange] = []
         self.sample = Sample.of(queries.shape[1])
         self._backend = backend
@@ -60,7 +59,11 @@ class AttentionSum:
         self._heads = len(queries)
         self._scale = scale
         self._chunk = chunk
-        self._out: Tensor | None = None
+        self._total: Total | None = None
+
+    @property
+    def lse(self) -> Tensor | None:
+        return None if self._total is None else self._total[1]
 
     def attend(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
         """Adds attention over a segment, `[pages, kv_heads, tokens, head_dim]` or without the pages.
@@ -70,14 +73,11 @@ class AttentionSum:
         """
         if keys.dim() == 3:
             keys, values = keys[None], values[None]
-        self._combine(*self._backend.parts(self._queries, keys, values, self._scale, mask))
+        self._total = self._backend.add(self._total, self._queries, keys, values, self._scale, mask)
 
     def attend_quantized(self, layer: QuantizedLayer, count: Tensor | None = None) -> None:
         """Adds attention over the first `count` tokens of quantised keys and values; None: all of them."""
-        self._combine(*self._backend.quantized_parts(self._queries, layer, self._scale, count))
-
-    def _combine(self, outs: Tensor, lses: Tensor) -> None:
-        self._out, self.lse = self._backend.operators.combine(outs, lses, self._out, self.lse)
+        self._total = self._backend.add_quantized(self._total, self._queries, layer, self._scale, count)
 
     def track_mass(self, start: int, end: int) -> None:
         """Starts a range of tokens, whole chunks, that `attend_tracked` fills with attention mass."""
@@ -91,24 +91,13 @@ class AttentionSum:
         """Adds attention over the next segment of the range, `[pages, kv_heads, tokens, head_dim]`."""
         if self._chunk is None:
             return self.attend(keys, values)
-        backend, tracked = self._backend, self.mass[-1]
-        outs, lses, mass = backend.parts_with_mass(
-            self._queries, keys, values, self._scale, self.sample, self._chunk
+        tracked = self.mass[-1]
+        mass, reference = tracked.next_segment(keys), tracked.reference
+        self._total = self._backend.add_with_mass(
+            self._total, self._queries, keys, values, self._scale, self.sample, mass, reference
         )
-        if mass is not None:
-            self._combine(outs, lses)
-            return tracked.store(keys, mass, lses[0], self.sample)
-        operators, every = backend.operators, (self.sample.period, self.sample.step)
-        if tracked.reference is None or self._out is None:
-            self._combine(outs, lses)
+        if reference is None:
             tracked.reference = self.lse
-            mass = tracked.next_segment(keys)
-            operators.chunk_mass_(mass, self._queries, keys, tracked.reference, self._scale, *every)
-            return None
-        self._out, self.lse = operators.combine_with_mass_(
-            *(tracked.next_segment(keys), outs, lses, self._out, self.lse),
-            *(self._queries, keys, tracked.reference, self._scale, *every),
-        )
         return None
 
     def add(self, out: Tensor, lse: Tensor, mass: Tensor | None = None, *, start: int = 0) -> None:
@@ -121,7 +110,8 @@ class AttentionSum:
         """
         heads = len(self._queries)
         folded = lse.reshape(heads, -1)
-        self._combine(fold(out, heads)[None], folded[None])
+        before = self._total or (None, None)
+        self._total = self._backend.operators.combine(fold(out, heads)[None], folded[None], *before)
         if mass is not None and self._chunk is not None:
             self.mass.append(MassRange(start // self._chunk, self._chunk, mass, folded))
 
@@ -145,9 +135,9 @@ class AttentionSum:
         Args:
             sinks: see `Softmax`.
         """
-        assert self._out is not None and self.lse is not None
-        out = unfold(self._out, self._heads)
+        assert self._total is not None
+        out = unfold(self._total[0], self._heads)
         if sinks is not None:
-            lse = unfold(self.lse, self._heads)
+            lse = unfold(self._total[1], self._heads)
             out = out * torch.sigmoid(lse - sinks[:, None])[..., None]
         return out.to(self._queries.dtype)

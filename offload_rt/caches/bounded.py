@@ -67,6 +67,14 @@ class BufferAttention:
     quantized: int | Tensor = 0
     _folded: Tensor | None = None  # the mask in the form of the backend, for all layers
 
+    def __post_init__(self) -> None:
+        # Views of all layers at once, keys and values in turn: a few operators a pass instead of a layer.
+        pages = self.buffer.memory[:, :, None]
+        self._seen = pages[..., self.visible, :].flatten(0, 1).unbind()
+        self._written = None
+        if isinstance(self.slots, slice):
+            self._written = self.buffer.memory[..., self.slots, :].flatten(0, 1).unbind()
+
     @classmethod
     def behind(
         cls,
@@ -113,13 +121,15 @@ class BufferAttention:
     def put(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Writes the pass's KV to its slots; returns the keys, values and mask to attend."""
+        """Writes the pass's KV to its slots; returns the keys and values, as a page, and mask to attend."""
         if self.mask is not None and self._folded is None:
             self._folded = folded_mask(self.backend, self.mask, queries, len(keys))
-        all_keys, all_values = self.buffer.memory[layer]
-        all_keys[:, self.slots] = keys
-        all_values[:, self.slots] = values
-        return all_keys[:, self.visible], all_values[:, self.visible], self._folded
+        for side, new in enumerate((keys, values), 2 * layer):
+            if self._written is not None:
+                self._written[side].copy_(new)
+            else:
+                self.buffer.memory[layer, side - 2 * layer, :, self.slots] = new
+        return self._seen[2 * layer], self._seen[2 * layer + 1], self._folded
 
 
 def fixed_shape_attention(

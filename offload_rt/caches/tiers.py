@@ -329,12 +329,12 @@ class Tail:
 
     def commit(self, kept: Sequence[int]) -> Tensor:
         """Commits these pending tokens in this order; returns a copy `[layers, 2, kv_heads, n, head_dim]`."""
-        chosen = to_device([self.tokens + index for index in kept], self.buffer.memory.device)
-        kv = self.buffer.kv.index_select(3, chosen)
-        stop = self.tokens + len(kept)
-        self.buffer.kv[:, :, :, self.tokens : stop] = kv
-        self.tokens = stop
-        return kv
+        pending = self.buffer.kv[:, :, :, self.tokens :]
+        committed = pending[:, :, :, : len(kept)]
+        if list(kept) != list(range(len(kept))):
+            committed.copy_(pending.index_select(3, to_device(kept, pending.device)))
+        self.tokens += len(kept)
+        return committed.clone()
 
     def release(self) -> None:
         """Frees the memory."""

@@ -49,15 +49,15 @@ def run(arguments: argparse.Namespace) -> int:
     text = prompts.read(arguments)
     from cpu_kv import PacedLink
     from offload_rt.api import LLM
+    from offload_rt.model.checkpoint_config import model_config
     from offload_rt.model.loading import choose_device, choose_dtype, demo_model, load_model, load_tokenizer
     from offload_rt.results import SamplingParams
 
     console = Console(quiet=False)
     console.tokens["decode"] = NEW_TOKENS
     cpu, report = choose_device("cpu"), console.progress
-    target, draft = (
-        load_model(demo_model(part), cpu, choose_dtype("auto", cpu)) for part in ("target", "draft")
-    )
+    dtype = choose_dtype("auto", cpu, model_config(demo_model("target")).dtype)
+    target, draft = (load_model(demo_model(part), cpu, dtype) for part in ("target", "draft"))
     tokenizer = load_tokenizer(demo_model("target"))
     greedy = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     sampled = replace(greedy, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED)

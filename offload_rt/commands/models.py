@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not Path(folder).is_dir():
             raise UsageError(f"{folder}: there is no such folder; name one that holds models")
     from dataclasses import replace
+    from functools import partial
 
     import torch
 
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(quiet=False)
     hardware = inspect(on_progress=console.progress).hardware
     hardware = replace(hardware, gpus=hardware.gpus[:1])
-    dtype = choose_dtype(arguments.dtype, torch.device("cuda" if hardware.gpus else "cpu"))
+    dtype = partial(choose_dtype, arguments.dtype, torch.device("cuda" if hardware.gpus else "cpu"))
     console.working("models", "reading configurations")
     found = local_models(folders, console.notice)
     plans = local_plans(found, load_configs(AUTO), hardware, dtype, arguments.context)

@@ -60,7 +60,9 @@ def _devices(text: str) -> str:
 def add_dtype(add: Add) -> None:
     """Adds `--dtype`."""
     meaning = (
-        f"dtype of weights and KV (default: {SETTING}, or auto: the model's own on a GPU, float32 on a CPU)"
+        f"dtype of weights and KV (default: {SETTING}, or auto: the model's own on a GPU; on a CPU bfloat16"
+        " for a bfloat16 model where the processor has its dot products (AVX512-BF16), else float32, which"
+        " rounds no weight)"
     )
     add("--dtype", choices=DTYPES, default=SettingDefault("dtype", AUTO), help=meaning)
 

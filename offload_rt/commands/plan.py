@@ -27,8 +27,6 @@ from offload_rt.settings import SettingDefault
 from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
-    import torch
-
     from offload_rt.model.shape import ModelShape
     from offload_rt.planning.planner import Plan, Prediction
 
@@ -110,8 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     if new_tokens is None and context > 1:
         new_tokens = min(NEW_TOKENS, context // 2)
         context -= new_tokens
-    dtype = choose_dtype(arguments.dtype, device("cuda" if hardware.gpus else "cpu"))
-    target, stretched = _target(arguments, dtype, context + (new_tokens or 1))
+    target, stretched = _target(arguments, context + (new_tokens or 1))
+    place = device("cuda" if hardware.gpus else "cpu")
+    target = replace(target, dtype=choose_dtype(arguments.dtype, place, target.dtype) or target.dtype)
 
     def planned_with(small: ModelShape | None) -> list[Plan]:
         return ranked(
@@ -149,22 +148,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _target(
-    arguments: argparse.Namespace, dtype: torch.dtype | None, tokens: int
-) -> tuple[ModelShape, str | None]:
-    """Returns the shape of the target, and a note where a shape alone is planned with stretched positions."""
+def _target(arguments: argparse.Namespace, tokens: int) -> tuple[ModelShape, str | None]:
+    """Returns the shape of the target in its own dtype, and a note where its positions are stretched."""
     from offload_rt.model.named_shapes import find_shape, known_name
     from offload_rt.model.rope import Yarn
     from offload_rt.model.shape import yarn_factor
 
     name, rope, quantize = arguments.model, arguments.rope, arguments.quantize
-    target = find_shape(name, dtype, rope, quantize)
+    target = find_shape(name, None, rope, quantize)
     if rope is not None or tokens <= target.max_positions or known_name(name) is None:
         return target, None
     if (factor := yarn_factor(target, tokens)) is None:
         return target, None
     note = f"more than {target.max_positions:,} positions: run it with --rope yarn:{factor}, as planned here"
-    return find_shape(name, dtype, Yarn(factor), quantize), note
+    return find_shape(name, None, Yarn(factor), quantize), note
 
 
 def _draft(

@@ -355,6 +355,8 @@ class TokenSequence:
     def stop(self) -> None:
         """Aborts prefetching for the next pass. No pass may be running."""
         self.full.abandon()
+        if self.engine.link.in_place:
+            self.engine.flush()  # so that the store counts all tokens
 
     def retrievable(self, config: Config) -> Config:
         """Returns `config` as it can retrieve from this sequence. Raises UsageError where it cannot."""

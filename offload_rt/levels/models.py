@@ -94,7 +94,8 @@ class ModelLevel(Level):
         # The cache lacks the last token, and where all was accepted perhaps the one before it.
         depth = shape_below.depth
         recurring = range(1, shape_below.size + 3) if depth else sorted({1, 2, shape.per_pass} - {0})
-        if not depth and shape.kind == "chain" and not resources.full.engine.link.in_place:
+        alone = len(self.config.speculation.levels) == 1
+        if alone and shape.kind == "chain" and not resources.full.engine.link.in_place:
             recurring = range(1, max(2, self.config.offload.ahead) + 1)  # as many chains are drawn together
         for each in plans:
             model.prepare(cache, recurring, each)

@@ -29,6 +29,7 @@ from offload_rt.model.checkpoint_config import located, model_config
 from offload_rt.model.quantization import Quantization, check_sizes, move_scales, stored_bytes
 from offload_rt.model.remote_mlp import place_mlps
 from offload_rt.model.rope import Yarn
+from offload_rt.native import load_kernel
 from offload_rt.settings import NO_QUANTIZATION
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "pair"
@@ -92,13 +93,20 @@ def choose_devices(names: str) -> tuple[torch.device, ...]:
     return devices
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype | None:
+def choose_dtype(name: str, device: torch.device, own: object) -> torch.dtype | None:
     """Returns the dtype of that name; None means the checkpoint's own (`auto` on a GPU).
 
-    `auto` on a CPU is float32: few CPUs multiply 16-bit numbers faster.
+    `auto` on a CPU is bfloat16 for a checkpoint in bfloat16 where the processor has its dot products, else
+    float32: few CPUs multiply 16-bit numbers faster, and bfloat16 would round the weights of others.
+
+    Args:
+        own: the checkpoint's, by its config; None: it names none.
     """
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else None
+        if device.type != "cpu":
+            return None
+        kernel = load_kernel() if own == torch.bfloat16 else None
+        return torch.bfloat16 if kernel is not None and kernel.bfloat16_dots else torch.float32
     if name not in DTYPES:
         raise UsageError(f"dtype {name!r} is unknown: use auto, {', '.join(DTYPES)}")
     return DTYPES[name]

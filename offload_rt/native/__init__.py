@@ -111,9 +111,10 @@ def _call_over(pages: type[ctypes.Structure]) -> type[ctypes.Structure]:
         _fields_ = [
             ("queries", _Pages),
             *((name, pages) for name in ("keys", "values")),
-            *((name, ctypes.c_void_p) for name in ("out", "lse", "mask", "mass")),
+            *((name, ctypes.c_void_p) for name in ("out", "lse", "before", "lse_before")),
+            *((name, ctypes.c_void_p) for name in ("mask", "mass", "reference")),
             *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim")),
-            *((name, ctypes.c_int64) for name in ("threads", "chunk", "period", "step")),
+            *((name, ctypes.c_int64) for name in ("threads", "mass_stride", "chunk", "period", "step")),
             ("scale", ctypes.c_float),
         ]
 
@@ -185,7 +186,9 @@ class Kernel:
         scale: float,
         mask: Tensor | None,
         threads: int | None = None,
+        before: tuple[Tensor, Tensor] | None = None,
         mass: Tensor | None = None,
+        reference: Tensor | None = None,
         period: int = 1,
         step: int = 1,
     ) -> tuple[Tensor, Tensor]:
@@ -199,26 +202,31 @@ class Kernel:
             keys, values: `[pages, heads, tokens, dim]`, both plain or both packed.
             mask: additive, `[query, pages * tokens]`; None: every key is seen.
             threads: size of the team (default: torch's number for the calling thread).
-            mass: output, `[heads, sampled_query, chunks]` float32: the share of attention that sampled
-                queries give to each chunk. Only for chunks that `supports_mass`, and without a mask.
+            before: the result over other tokens, to which this is added.
+            mass: output, `[heads, sampled_query, chunks]` float32: see `operators.chunk_mass_`. Only for
+                chunks that `supports_mass`, and without a mask.
+            reference: what the mass is relative to; None: the log-sum-exp of the result.
             period, step: which queries are sampled, see `attention.mass.Sample`.
 
         Returns:
-            `[heads, query, dim]` in the dtype of the queries, and `[heads, query]` float32.
+            `[heads, query, dim]` and `[heads, query]`, float32.
         """
         heads, count, dim = queries.shape
         tokens = keys.shape[0] * keys.shape[2]
-        out = queries.new_empty(heads, count, dim)
+        out = torch.empty(heads, count, dim, dtype=torch.float32)
         lse = torch.empty(heads, count, dtype=torch.float32)
         if out.numel() == 0:
             return out, lse
         if mask is not None:
-            mask = mask.to(torch.float32).contiguous()
-        addresses = (None if part is None else part.data_ptr() for part in (out, lse, mask, mass))
+            mask = mask.to(torch.float32)
+        given = (*(before or (None, None)), mask, mass, reference)
+        # Kept until the call has ended. The mass alone has gaps between its rows.
+        parts = [None if one is None else one if one is mass else one.contiguous() for one in given]
+        addresses = [None if one is None else one.data_ptr() for one in (out, lse, *parts)]
         team = torch.get_num_threads() if threads is None else threads
-        chunk = 1 if mass is None else tokens // mass.shape[2]
-        sizes = *addresses, heads, count, tokens, dim, team, chunk, period, step, scale
-        asked = _Pages.of(queries[None])
+        chunks = (1, 1) if mass is None else (mass.stride(1), tokens // mass.shape[2])
+        sizes = *addresses, heads, count, tokens, dim, team, *chunks, period, step, scale
+        asked = _Pages(queries.data_ptr(), 0, *queries.stride()[:2], count)
         if isinstance(keys, PackedSide) and isinstance(values, PackedSide):
             packed = _PackedCall(asked, _PackedPages.of(keys), _PackedPages.of(values), *sizes)
             self._attend_packed(ctypes.byref(packed))
@@ -236,20 +244,27 @@ class Kernel:
         )
 
     def attend_quantized(
-        self, queries: Tensor, layer: QuantizedLayer, scale: float, threads: int | None = None
+        self,
+        queries: Tensor,
+        layer: QuantizedLayer,
+        scale: float,
+        threads: int | None = None,
+        before: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Does `attend` over the tokens of a quantised layer, without a mask."""
         heads, count, dim = queries.shape
         tokens = layer.key_codes.shape[1]
-        out = queries.new_empty(heads, count, dim)
+        out = torch.empty(heads, count, dim, dtype=torch.float32)
         lse = torch.empty(heads, count, dtype=torch.float32)
         if out.numel() == 0:
             return out, lse
         keys = _Quantized.of(layer.key_codes, layer.key_ranges, dim)
         values = _Quantized.of(layer.value_codes, layer.value_ranges, dim)
-        sides = _Pages.of(queries[None]), keys, values, out.data_ptr(), lse.data_ptr(), None, None
+        kept = (out, lse, *(one.contiguous() for one in before or ()))  # until the call has ended
+        addresses = [one.data_ptr() for one in kept] + (7 - len(kept)) * [None]
         team = torch.get_num_threads() if threads is None else threads
-        call = _QuantizedCall(*sides, heads, count, tokens, dim, team, 1, 1, 1, scale)
+        sizes = heads, count, tokens, dim, team, 1, 1, 1, 1, scale
+        call = _QuantizedCall(_Pages.of(queries[None]), keys, values, *addresses, *sizes)
         self._quantized[queries.dtype, layer.bits](ctypes.byref(call))
         return out, lse
 

@@ -25,6 +25,7 @@
 
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
+constexpr float MAX_EXPONENT = 80.0f;  // of a mass, as in attention/operators.py
 
 // Working memory of one thread for `rows` queries: scores and weights of a block of tokens, and the sums over
 // all blocks so far.
@@ -99,20 +100,21 @@ static inline void softmax_weights(Scratch<Products>& s, int scored, int r, int 
     store(&s.denominator[r * LANES], denominator);
 }
 
-// The arguments of a call (`_Call` in __init__.py). `out` [heads, count, dim], `lse` [heads, count], `mask`
-// [count, tokens] or null, and `mass` [heads, sampled, tokens / chunk] or null are contiguous. `mass` receives the
-// share of attention that sampled queries give to each chunk. A chunk is a power of two, at most BLOCK, and lies
-// within a page. Of every `period` queries each `step`th one is sampled, counted back from the last. `Side` is
-// how keys and values are stored.
+// The arguments of a call (`_Call` in __init__.py). Contiguous: `out` and `before` [heads, count, dim], `lse`,
+// `lse_before` and `reference` [heads, count], `mask` [count, tokens] or null. `before` is attention over other tokens,
+// to which this call's is added, or null. `mass` [heads, sampled, tokens / chunk] or null, whose rows are `mass_stride`
+// apart, receives for each chunk the sum of exp(score - reference) of sampled queries; `reference` null: relative to
+// the log-sum-exp of the result. A chunk is a power of two, at most BLOCK, and lies within a page. Of every `period`
+// queries each `step`th one is sampled, counted back from the last. `Side` is how keys and values are stored.
 template <typename Side> struct Call {
     using T = typename Side::Entry;
     Pages<T> queries;
     Side keys, values;
-    T* out;
-    float* lse;
-    const float* mask;
+    float *out, *lse;
+    const float *before, *lse_before, *mask;
     float* mass;
-    int64_t heads, count, tokens, dim, threads, chunk, period, step;
+    const float* reference;
+    int64_t heads, count, tokens, dim, threads, mass_stride, chunk, period, step;
     float scale;
 
     // The address of the mass of query `row`, counted over all heads, from `token` on; null if it is not sampled.
@@ -121,18 +123,32 @@ template <typename Side> struct Call {
         if (!mass || before_last % step) return nullptr;
         const int64_t sampled = (period + step - 1) / step;
         const int64_t at = row / period * sampled + sampled - 1 - before_last / step;
-        return mass + (at * tokens + token) / chunk;
+        return mass + at * mass_stride + token / chunk;
     }
 
-    // Stores one row of the result. A query that sees no key has the output zero and the log-sum-exp -inf, so
-    // that it does not count when partial results are merged.
-    void store_row(int64_t at, const float* sums, float peak, float denominator) const {
-        float whole = denominator == 0.0f ? 1.0f : denominator;
-        for (int d = 0; d < dim; ++d) narrow(sums[d] / whole, out + at * dim + d);
-        lse[at] = (peak + std::log2(denominator)) * LN2;
+    // Stores one row of the result, from the undivided sums over all tokens, their peak and denominator. Returns the
+    // factor by which the row's mass, relative to `peak`, has to be multiplied.
+    float store_row(int64_t at, const float* sums, float peak, float denominator) const {
+        const float found = (peak + std::log2(denominator)) * LN2;
+        // A query that sees no key has the output zero and the log-sum-exp -inf, and so adds nothing.
+        float share = denominator == 0.0f ? 0.0f : 1.0f / denominator, total = found;
+        if (before) {
+            const float top = std::max(found, lse_before[at]);
+            float left = 1.0f, added = 0.0f;
+            if (top != -INFINITE) {
+                left = std::exp(lse_before[at] - top), added = std::exp(found - top);
+                total = top + std::log(left + added);
+                const float whole = left + added;
+                left /= whole, added /= whole;
+            }
+            for (int d = 0; d < dim; ++d) out[at * dim + d] = left * before[at * dim + d] + added * share * sums[d];
+        } else
+            for (int d = 0; d < dim; ++d) out[at * dim + d] = share * sums[d];
+        lse[at] = total;
+        return share * std::exp(std::min(found - (reference ? reference[at] : total), MAX_EXPONENT));
     }
 
-    // Scales the mass of a query on tokens first .. last.
+    // Multiplies the mass of a query on tokens first .. last.
     void scale_chunk_mass(int64_t row, int64_t first, int64_t last, float factor) const {
         if (float* from = chunk_mass_at(row, first))
             for (int64_t at = 0; at < (last - first) / chunk; ++at) from[at] *= factor;
@@ -222,8 +238,8 @@ template <typename Products, typename Side> static void attend(const Call<Side>&
                     peaks[part] = s.peak[r];
                     denominators[part] = s.denominator_of(r);
                 } else {
-                    call.store_row(at, &s.sums[r * dim], s.peak[r], s.denominator_of(r));
-                    call.scale_chunk_mass(at, 0, call.tokens, 1.0f / s.denominator_of(r));
+                    const float factor = call.store_row(at, &s.sums[r * dim], s.peak[r], s.denominator_of(r));
+                    call.scale_chunk_mass(at, 0, call.tokens, factor);
                 }
             }
         }
@@ -241,10 +257,10 @@ template <typename Products, typename Side> static void attend(const Call<Side>&
             denominator += weight * denominators[part];
             for (int64_t d = 0; d < dim; ++d) total[d] += weight * sums[part * dim + d];
         }
-        call.store_row(at, total.data(), peak, denominator);
+        const float factor = call.store_row(at, total.data(), peak, denominator);
         for (int64_t split = 0; split < splits; ++split)
             call.scale_chunk_mass(at, split * step, std::min(call.tokens, (split + 1) * step),
-                             std::exp2(peaks[split * rows + at] - peak) / denominator);
+                             std::exp2(peaks[split * rows + at] - peak) * factor);
     }
 }
 

@@ -63,13 +63,13 @@ def local_plans(
     models: Sequence[LocalModel],
     configs: Sequence[Config],
     hardware: Hardware,
-    dtype: torch.dtype | None,
+    dtype: Callable[[torch.dtype], torch.dtype | None],
     context: int | None = None,
 ) -> list[LocalPlan]:
     """Returns what is planned for each model, those that run first, by name.
 
     Args:
-        dtype: of weights and KV; None: each model's own.
+        dtype: returns that of weights and KV for a checkpoint's own; None: the same.
         context: tokens that speeds are predicted for; None: the longest that fits.
     """
     plans = [_planned(one, models, configs, hardware, dtype, context) for one in models]
@@ -81,12 +81,12 @@ def _planned(
     models: Sequence[LocalModel],
     configs: Sequence[Config],
     hardware: Hardware,
-    dtype: torch.dtype | None,
+    dtype: Callable[[torch.dtype], torch.dtype | None],
     context: int | None,
 ) -> LocalPlan:
     if model.shape is None:
         return LocalPlan(model)
-    shape = replace(model.shape, dtype=dtype or model.shape.dtype)
+    shape = replace(model.shape, dtype=dtype(model.shape.dtype) or model.shape.dtype)
 
     def requests(draft: ModelShape | None, length: int) -> list[PlanRequest]:
         new = min(NEW_TOKENS, length // 2)

@@ -220,6 +220,18 @@ def test_views_are_the_store_itself() -> None:
         assert 77.0 not in sequence.views(0)[0][0]
 
 
+def test_views_are_those_of_the_pages_that_a_truncated_sequence_has_now() -> None:
+    with PagedKVStore(LAYOUT, slab_tokens=8) as store:
+        first, second = filled(store, 8), filled(store, 4)
+        assert first.views(0, 0, 8)[0][0].data_ptr() == first.views(0, 0, 8)[0][0].data_ptr()
+        first.truncate(4)
+        taken = torch.ones(2, 2, 4, 4)
+        second.append(0, *taken)  # to the page that was given back
+        first.append(0, *-taken)
+        assert joined(first.views(0, 0, 8))[:, :, 4:].eq(-1).all()
+        assert joined(second.views(0, 0, 8))[:, :, 4:].eq(1).all()
+
+
 def test_a_reserved_sequence_is_one_run_and_pages_are_used_again() -> None:
     with PagedKVStore(LAYOUT, slab_tokens=8) as store:
         sequence = store.new_sequence()

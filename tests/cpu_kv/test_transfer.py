@@ -354,9 +354,17 @@ def test_in_place_nothing_is_copied() -> None:
         check_pass(engine, kv)
         (first, *_), views = list(engine.stream(28).segments(0)), engine.sequence.views(0)
         assert first[0].data_ptr() == views[0][0].data_ptr()
-        engine.write_back(random_kv(4, 1))
-        assert engine.sequence.layer_length(0) == 34  # at once
-        engine.read(27, 34)
+        new = random_kv(5, 1)
+        engine.write_back(new[:, :, :, :2])
+        engine.write_back(new[:, :, :, 2:3])
+        assert engine.sequence.layer_length(0) == 30, "what is less than a page waits"
+        engine.write_back(new[:, :, :, 3:])
+        assert engine.sequence.layer_length(0) == 35
+        assert torch.equal(engine.read(27, 35), torch.cat([kv[:, :, :, 27:], new], dim=3))
+        engine.write_back(new[:, :, :, :1])
+        engine.flush()
+        assert engine.sequence.layer_length(0) == 36
+        assert torch.equal(engine.read(35, 36), new[:, :, :, :1])
         assert vars(engine.counters) == vars(TransferCounters())
 
 

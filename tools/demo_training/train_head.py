@@ -21,7 +21,7 @@ from torch import Tensor
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable
 from offload_rt.model.draft_head import Head, save_head
-from offload_rt.model.loading import DEMO, choose_device, choose_dtype, demo_model, load_model, load_tokenizer
+from offload_rt.model.loading import DEMO, choose_device, demo_model, load_model, load_tokenizer
 from offload_rt.model.runner import CausalModel
 from tools.demo_training.train import autocast, encoded, minutes, optimize, read_corpus, steps_within
 from tools.demo_training.windows import WindowSampler, batch
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
         check_writable("--out", options.out)
         source = options.model or demo_model("target")
         device = choose_device(options.device)
-        loaded = load_model(source, device, choose_dtype("auto", device))
+        loaded = load_model(source, device, torch.float32 if device.type == "cpu" else None)
         target = CausalModel(loaded, options.model or DEMO)
         tokenizer = load_tokenizer(source)
         if tokenizer is None:
