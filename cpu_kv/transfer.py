@@ -36,8 +36,9 @@ class TransferCounters:
 
 @dataclass(frozen=True)
 class _WriteBack:
-    """A pending write-back. It keeps its source alive until the copy has ended.
+    """A pending write-back. It keeps what is copied alive until the copy has ended.
 
+    ``source``: the KV as it is. ``packed``: its full pages, where these are copied.
     ``arrived``: the host buffer that it is copied to, ``[layers, 2, kv_heads, tokens, head_dim]``, and moved
     to pages from; None: it is copied to its pages directly.
     """
@@ -46,6 +47,7 @@ class _WriteBack:
     tokens: int
     source: Tensor
     written: Event
+    packed: Tensor | None = None
     arrived: Tensor | None = None
 
 
@@ -150,7 +152,7 @@ class TransferEngine:
         arrived = self._incoming.take(packed.shape)
         written = self._copy([(arrived, packed)], after=self.link.record_event(), to_host=True)
         self._incoming.hold(written)
-        self._writes.append(_WriteBack(layers, count, packed, written, arrived))
+        self._writes.append(_WriteBack(layers, count, packed, written, arrived=arrived))
 
     def write_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Appends ``[kv_heads, n, head_dim]`` on the link's device to ``layer``, which holds full pages only.
@@ -175,7 +177,7 @@ class TransferEngine:
         if whole < pages:
             pairs.append((self.sequence.open_page(layer, end), paged[whole:]))
         written = self._copy(pairs, after=self.link.record_event(), to_host=True)
-        self._writes.append(_WriteBack(range(layer, layer + 1), count, paged, written))
+        self._writes.append(_WriteBack(range(layer, layer + 1), count, paged, written, stored))
         self.collect()
 
     def finish_compute(self) -> None:
