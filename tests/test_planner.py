@@ -109,6 +109,37 @@ def test_packed_pages_take_three_quarters_of_the_host_and_of_the_link() -> None:
     assert request({"store.code": "auto"}, hardware=Hardware(HOST, (), measured=True)).stored == raw.stored
 
 
+def test_packed_pages_stay_packed_on_a_card_that_cannot_keep_all() -> None:
+    raw, packed = request(), request({"store.code": "auto"})
+    share, size = packed.stored.stored_share, 4096 * LLAMA.token_bytes
+    parts, smaller = (gpu_memory(one, 0, 4096)["resident_kv"] for one in (raw, packed))
+    assert parts == size and smaller == pytest.approx(share * size)
+    kept, more = raw.capacities[0] * LLAMA.token_bytes, packed.capacities[0] * LLAMA.token_bytes
+    buffer = packed.ring_bytes - raw.ring_bytes + gpu_memory(packed, 0)["prefill"]
+    buffer -= gpu_memory(raw, 0)["prefill"]
+    assert share * more == pytest.approx(kept - buffer, abs=2 * 256 * LLAMA.token_bytes)
+    # A pass reads packed pages, writes unpacked ones and reads these, in segments.
+    placement = packed.placement(4096, 8192)
+    lanes = Predictor(packed).verification(placement, CHAIN)
+    before = Predictor(raw).verification(replace(placement, packed=False), CHAIN)
+    attended = CONTEXT - 8192
+    unpacking = DESKTOP.gpus[0].read_ms((1 + share) * attended * LLAMA.token_bytes)
+    assert placement.packed and lanes.attention == pytest.approx(before.attention + unpacking)
+    streamed, resident = -(-(attended - 4096) // 4096), 1
+    calls = 2 * streamed + 4 * resident
+    launching = lanes.dense.launch_ms - before.dense.launch_ms
+    assert launching == pytest.approx(32 * calls / 45 * DESKTOP.gpus[0].launch_ms)
+    busy = (one.cpu_attention - one.dense.ms - 32 * 0.15 for one in (lanes, before))
+    assert next(busy) == pytest.approx(1.2 * next(busy))
+    # What fits as it is stays so, and the pass takes as long as with raw pages.
+    short = plan(request({"store.code": "auto"}, context=8192))
+    assert short.placement.resident_tokens == 8192 and not short.placement.packed
+    check_sums(short)
+    assert short.check().pass_ms == plan(request(context=8192)).check().pass_ms
+    for context in (40_000, CONTEXT):
+        check_sums(plan(request({"store.code": "auto"}, context=context)))
+
+
 def test_memory_of_a_card() -> None:
     """Known by arithmetic: weights, 4,096 entries twice with means, in whole pages, a ring of 3 × 64 MiB."""
     parts = gpu_memory(request(), 0)
