@@ -44,7 +44,7 @@ def fitting(engine: TransferEngine, capacity: int, start: int, packed: bool) -> 
 def test_it_has_what_the_store_has(device: torch.device) -> None:
     """Tokens are added, loaded and cut off again, and the range begins somewhere else."""
     with closing(link_to(device)) as link, PagedKVStore(LAYOUT, pin=device.type == "cuda") as store:
-        for seed in range(40):
+        for seed in range(40 if device.type == "cpu" else 8):
             choose = random.Random(seed)
             segment = choose.randint(1, 3) * PAGE
             sequence = store.new_sequence()
