@@ -252,7 +252,7 @@ def test_only_full_layers_stream_and_exchange() -> None:
     assert placement.streamed_bytes * 4 == whole.placement.streamed_bytes
     attending = placement.cpu_attended_bytes / CPU_RATE / 0.8 / 1e6
     assert lanes.cpu_attention == pytest.approx(lanes.dense.ms + attending + 8 * 0.15)
-    segments = 8 * -(-placement.streamed_tokens // asked(QWEN).segment_tokens)
+    segments = 8 * placement.streamed_tokens / asked(QWEN).segment_tokens
     assert lanes.dense.launch_ms == pytest.approx(0.3 * (32 + segments * 14 / 45))
     # Many queries are bound by computing.
     rates = Predictor(asked(QWEN))

@@ -246,15 +246,16 @@ class Predictor:
     def _segment_launches(self, placement: Placement) -> float:
         """Returns the time in ms to launch attention over the segments of a pass.
 
-        What is resident and unpacked is one, whose kernels are among those of the layer.
+        What is resident and unpacked is one, whose kernels are among those of the layer. A part of a segment
+        counts as a part, so that times along a line of shares have one valley.
         """
         if self.request.in_place:
             return 0.0
         unpacking = SEGMENT_KERNELS if self.request.stored.packed else 0
         resident = placement.resident_tokens if placement.packed else 0
-        calls = 0
+        calls = 0.0
         for tokens, each in ((placement.streamed_tokens, SEGMENT_CALLS), (resident, SEGMENT_KERNELS)):
-            calls += -(-tokens // self.request.segment_tokens) * (each + unpacking)
+            calls += tokens / self.request.segment_tokens * (each + unpacking)
         return self.target.paged_layers * calls / LAYER_KERNELS * self.processor.launch_ms
 
     def _attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
