@@ -32,7 +32,8 @@ class StagingSlot:
 class StagingRing:
     """A ring of ``buffers`` slots for segments of ``segment_tokens`` tokens, rounded up to whole pages.
 
-    On a GPU, packed pages are unpacked to one more buffer, segment by segment; a CPU reads them as they are.
+    On a GPU, packed pages are unpacked to one more buffer, segment by segment, also those that stay on the
+    device; a CPU reads them as they are.
     """
 
     def __init__(self, link: Link, layout: KVLayout, segment_tokens: int, buffers: int):
@@ -73,7 +74,7 @@ class StagingRing:
         return ((at, min(at + step, end)) for at in range(start, end, step))
 
     def read(self, memory: Tensor, codec: PageCodec, packed: bool) -> KeysValues:
-        """Returns keys and values of the pages in a part of a slot, for compute that is enqueued next.
+        """Returns keys and values of the pages in memory of the device, for compute that is enqueued next.
 
         ``packed``: whether they are. Valid until the next call.
         """
@@ -88,6 +89,12 @@ class StagingRing:
         pages = self._unpacked[: len(rows)]
         codec.decode(layout.packed_shape, rows, pages)
         return pages[:, 0], pages[:, 1]
+
+    def read_resident(self, memory: Tensor, codec: PageCodec, packed: bool) -> Iterator[KeysValues]:
+        """Yields what ``read`` returns of pages that are in no slot, as many at a time as it can unpack."""
+        most = self.segment_tokens // self._layout.page_size * self._layout.page_bytes
+        for part in memory.split(most) if packed else (memory,):
+            yield self.read(part, codec, packed)
 
     def drain(self) -> None:
         """Waits for all copies into slots and all compute that reads them; then they may be freed."""

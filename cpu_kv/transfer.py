@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cpu_kv.layout import KeysValues, KVLayout, cut_alike, parts_of_pages
+from cpu_kv.layout import KeysValues, cut_alike, parts_of_pages
 from cpu_kv.link import CopyFailed, Event, Link, Pairs, pair_bytes
 from cpu_kv.staging import HostBuffers, StagingRing, StagingSlot
 from cpu_kv.store import SequenceKV
@@ -36,8 +36,9 @@ class TransferCounters:
 
 @dataclass(frozen=True)
 class _WriteBack:
-    """A pending write-back. It keeps its source alive until the copy has ended.
+    """A pending write-back. It keeps what is copied alive until the copy has ended.
 
+    ``source``: the KV as it is. ``packed``: its full pages, where these are copied.
     ``arrived``: the host buffer that it is copied to, ``[layers, 2, kv_heads, tokens, head_dim]``, and moved
     to pages from; None: it is copied to its pages directly.
     """
@@ -46,6 +47,7 @@ class _WriteBack:
     tokens: int
     source: Tensor
     written: Event
+    packed: Tensor | None = None
     arrived: Tensor | None = None
 
 
@@ -157,7 +159,7 @@ class TransferEngine:
         arrived = self._incoming.take(packed.shape)
         written = self._copy([(arrived, packed)], after=self.link.record_event(), to_host=True)
         self._incoming.hold(written)
-        self._writes.append(_WriteBack(layers, count, packed, written, arrived))
+        self._writes.append(_WriteBack(layers, count, packed, written, arrived=arrived))
 
     def write_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Appends ``[kv_heads, n, head_dim]`` on the link's device to ``layer``, which holds full pages only.
@@ -182,35 +184,45 @@ class TransferEngine:
         if whole < pages:
             pairs.append((self.sequence.open_page(layer, end), paged[whole:]))
         written = self._copy(pairs, after=self.link.record_event(), to_host=True)
-        self._writes.append(_WriteBack(range(layer, layer + 1), count, paged, written))
+        self._writes.append(_WriteBack(range(layer, layer + 1), count, paged, written, stored))
         self.collect()
 
     def finish_compute(self) -> None:
         """Blocks the host until all compute enqueued so far has ended."""
         self.link.record_event().synchronize()
 
-    def load(self, into: Tensor, start: int) -> None:
-        """Copies whole pages of every layer, from token ``start`` on, to the link's device, synchronously.
+    def load(self, layer: int, start: int, end: int, into: Tensor, *, packed: bool) -> None:
+        """Copies whole pages of a layer to the link's device, synchronously.
 
-        ``into``: the destination, ``[layers, pages, 2, kv_heads, page_size, head_dim]``. Raises CopyFailed.
+        ``into``: bytes there, for ``resident_pages``. ``packed``: the pages are packed in the store, and stay
+        so; otherwise none of them is afterwards. Raises CopyFailed.
         """
         self._check_open()
         self.flush()
         layout, codec = self.sequence.layout, self.sequence.codec
-        end = start + into.shape[1] * layout.page_size
-        copied: list[tuple[Event, Tensor, Tensor]] = []
-        for layer, pages in enumerate(into):
-            for first, last, unpacked in self.sequence.forms(layer, start, end):
-                there = pages[(first - start) // layout.page_size : (last - start) // layout.page_size]
-                packed = layout.packed and unpacked is None
-                arriving = _packed_pages(layout, there) if packed else there
-                pieces = self._memory(layer, first, last, unpacked)
-                event = self._copy(_pairs(pieces, arriving, inward=True), after=self.link.record_event())
-                copied.append((event, arriving, there))
-        for event, arriving, there in copied:
-            event.synchronize()
-            if arriving is not there:
-                codec.decode(layout.packed_shape, arriving, there)
+        for first, last, unpacked in self.sequence.forms(layer, start, end):
+            decodes = layout.packed and unpacked is None and not packed
+            # What is unpacked on the device needs memory there a second time: a segment at a time.
+            segments = self._ring.segments(first, last, packed=True) if self._ring and decodes else None
+            for at, stop in segments or [(first, last)]:
+                pieces = self._memory(layer, at, stop, unpacked)
+                size = sum(piece.nbytes for piece in pieces)
+                there = into.new_empty(size) if decodes else into[:size]
+                self._copy(_pairs(pieces, there, inward=True), after=self.link.record_event()).synchronize()
+                if decodes:
+                    pages = (stop - at) // layout.page_size
+                    size = pages * layout.page_size * layout.layer_token_bytes
+                    out = into[:size].view(layout.dtype).view(layout.pages_shape(pages))
+                    codec.decode(layout.packed_shape, there.view(pages, -1), out)
+                into = into[size:]
+
+    def resident_pages(self, memory: Tensor, *, packed: bool) -> Iterator[KeysValues]:
+        """Yields keys and values ``[pages, kv_heads, page_size, head_dim]`` of pages that ``load`` copied.
+
+        For compute that is enqueued next, in segments; each is valid until the next one, of a stream too.
+        """
+        assert self._ring is not None, "over a link that is in place, nothing is resident"
+        return self._ring.read_resident(memory, self.sequence.codec, packed)
 
     def _memory(self, layer: int, start: int, end: int, unpacked: Tensor | None) -> list[Tensor]:
         """Returns the memory of pages of one of the sequence's ``forms``."""
@@ -372,11 +384,6 @@ def _pairs(memory: Sequence[Tensor], whole: Tensor, *, inward: bool = False) -> 
     there = whole.view(-1).view(torch.uint8).split([piece.nbytes for piece in memory])
     pieces = [part.view(piece.dtype) for part, piece in zip(there, memory, strict=True)]
     return list(zip(pieces, memory, strict=True)) if inward else list(zip(memory, pieces, strict=True))
-
-
-def _packed_pages(layout: KVLayout, pages: Tensor) -> Tensor:
-    """Returns memory on the device of ``pages`` for as many packed ones."""
-    return pages.new_empty(len(pages), layout.page_bytes, dtype=torch.uint8)
 
 
 class LayerStream:

@@ -33,7 +33,6 @@ PLACES: dict[str, Tiers | None] = {
     "in place": None,
     "streamed": EVERYTHING_STREAMED,
     "tiers": Tiers(32, 48),
-    "late": Tiers(64, 16, late_resident_tokens=32),
     **{f"other GPUs {at}": tiers for at, tiers in enumerate(BY_GPUS)},
 }
 SOME = ("in place", "tiers", "other GPUs 0")
@@ -133,7 +132,7 @@ def test_what_is_drafted_follows_an_append(make: Make, config: str) -> None:
 
 
 @DEVICES
-@pytest.mark.parametrize("place", [*SOME, "late", "other GPUs 1"])
+@pytest.mark.parametrize("place", [*SOME, "other GPUs 1"])
 def test_other_tokens_after_a_rewind(make: Make, place: str, device: torch.device) -> None:
     """Below what tiers keep on their devices, too, which grows again by what is read then."""
     llm = make("triforce", place, device)
@@ -150,10 +149,9 @@ def test_other_tokens_after_a_rewind(make: Make, place: str, device: torch.devic
     assert placed == whole and sum(placed.values()) == 144
 
 
-@pytest.mark.parametrize("place", ["tiers", "late"])
-def test_a_context_that_is_read_again_has_its_resident_memory_once(make: Make, place: str) -> None:
+def test_a_context_that_is_read_again_has_its_resident_memory_once(make: Make) -> None:
     """Also where less was resident before."""
-    llm = make("plain", place)
+    llm = make("plain", "tiers")
     llm.read(TEXT[:150])
     needed = llm.engine.sequences[-1].full.resident_bytes
     for before in (150, 20):

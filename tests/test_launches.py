@@ -10,20 +10,22 @@ from typing import Any
 import pytest
 import torch
 from emulated_gpu import EMULATED, GPUS
-from small_engine import CUDA, engine_overrides
+from small_engine import CUDA, engine_overrides, place
 from tiny_models import byte_ids, random_model
 from torch import Tensor
 
 from cpu_kv import CudaLink, KVLayout, PagedKVStore, TransferEngine, cuda_link
+from cpu_kv.packed import PackedShape
 from offload_rt import LLM, SamplingParams
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import RetrievalRefresh
 from offload_rt.caches.remote import CpuAttention, GpuAttention
 from offload_rt.caches.selection import AttentionScores
-from offload_rt.caches.tiers import GpuTier
+from offload_rt.caches.tiers import GpuTier, Tiers
 from offload_rt.host import to_device, to_host
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
+from offload_rt.page_codec import MachineCodec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,15 +36,23 @@ LAYERS = 32
 TARGET = 4000
 """Launches of a verification pass that leave the GPU waiting for its link, not for the host."""
 PAGE = 32
-RESIDENT_TOKENS = CPU_TOKENS = 2 * PAGE
+SEGMENT = 2 * PAGE
+CPU_TOKENS = SEGMENT
 HEAD_DIM = 16
 PIECES = 4
-"""Copies of a segment: 64 MiB in pieces of 16."""
+"""Copies of a segment: 64 MiB in pieces of 16. Packed it has 49 MiB, and as many."""
+UNPACKING = 2
+"""Kernels of Triton that unpack a segment; the emulation has plain torch alone."""
 
 
 @contextmanager
 def engine_of_32_layers(
-    kv_heads: int, segments: int, refresh_from: str = "stream", refresh: str = "stride:1000"
+    kv_heads: int,
+    segments: int,
+    refresh_from: str = "stream",
+    refresh: str = "stride:1000",
+    code: str = "raw",
+    resident: int = 1,
 ) -> Iterator[tuple[LLM, list[int]]]:
     """A target in bfloat16 whose pass streams so many segments a layer, and a prompt for it."""
     target = random_model(
@@ -55,17 +65,17 @@ def engine_of_32_layers(
         vocab_size=256,
         max_position_embeddings=4096,
     )
-    segment_bytes = 2 * PAGE * token_bytes(kv_heads)
-    tiers = {"resident_tokens": RESIDENT_TOKENS, "cpu_tokens": CPU_TOKENS}
-    # Packed pages take two Triton kernels more a segment, for which the emulation has plain torch alone.
-    sizes = engine_overrides(ahead=0, refresh_from=refresh_from, **tiers) | {"store.code": "raw"}
+    segment_bytes = SEGMENT * token_bytes(kv_heads)
+    tiers = Tiers(resident * SEGMENT, CPU_TOKENS)
+    sizes = engine_overrides(ahead=0, refresh_from=refresh_from) | {"store.code": code}
     sizes |= {"store.page": PAGE, "store.slab_tokens": 512, "store.segment_bytes": segment_bytes}
     sizes |= {"retrieval.refresh": refresh}
     target = target.to(CUDA, torch.bfloat16)
     piece_bytes, cuda_link.PIECE_BYTES = cuda_link.PIECE_BYTES, segment_bytes // PIECES
     try:
         with LLM.from_models(target, config="retrieval", overrides=sizes, link=CudaLink(CUDA)) as llm:
-            yield llm, byte_ids(2 * segments * PAGE + RESIDENT_TOKENS + CPU_TOKENS + PAGE // 2)
+            place(llm, tiers)
+            yield llm, byte_ids((resident + segments) * SEGMENT + CPU_TOKENS + PAGE // 2)
     finally:
         cuda_link.PIECE_BYTES = piece_bytes
 
@@ -76,10 +86,15 @@ def token_bytes(kv_heads: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "segments"), [pytest.param(8, 12, id="llama2-7b"), pytest.param(2, 4, id="llama3.1-8b")]
+    ("kv_heads", "segments", "code", "resident"),
+    [
+        pytest.param(8, 12, "raw", 1, id="llama2-7b"),
+        pytest.param(2, 4, "raw", 1, id="llama3.1-8b"),
+        pytest.param(2, 3, "packed", 5, id="llama3.1-8b, packed"),
+    ],
 )
 def test_a_verification_launches_little(
-    kv_heads: int, segments: int, monkeypatch: pytest.MonkeyPatch
+    kv_heads: int, segments: int, code: str, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Segments a layer are those of the two models at 127K tokens, by the plan for an RTX 4090.
 
@@ -87,23 +102,34 @@ def test_a_verification_launches_little(
     """
     launches: list[int] = []
     copies: list[int] = []
-    forward = CausalModel.forward
+    unpackings: list[bool] = []
+    forward, decode = CausalModel.forward, MachineCodec.decode
+
+    def unpacked(codec: MachineCodec, shape: PackedShape, pages: Tensor, *arguments: Any) -> None:
+        before = GPUS.counters.kernels
+        decode(codec, shape, pages, *arguments)
+        GPUS.counters.kernels = before + UNPACKING * pages.is_cuda
+        unpackings.append(pages.is_cuda)
 
     def counted(model: CausalModel, parts: Sequence[PassInput], *arguments: Any) -> list[PassOutput]:
         before = vars(GPUS.counters).copy()
+        unpackings.clear()
         outputs = forward(model, parts, *arguments)
         if isinstance(parts[0].cache, FullCache) and parts[0].new.count > 1:
             assert any(cache.mass_chunk for cache in parts[0].cache.derived), "attention mass is measured too"
             launches.append(GPUS.counters.kernels - before["kernels"])
             copies.append(GPUS.counters.copies_to_device - before["copies_to_device"])
             assert GPUS.counters.copies_to_host == before["copies_to_host"]
+            assert sum(unpackings) == LAYERS * (segments + resident) * (code == "packed")
         return outputs
 
-    with engine_of_32_layers(kv_heads, segments) as (llm, prompt):
+    with engine_of_32_layers(kv_heads, segments, code=code, resident=resident) as (llm, prompt):
         monkeypatch.setattr(CausalModel, "forward", counted)
+        monkeypatch.setattr(MachineCodec, "decode", unpacked)
         result = llm.generate(prompt, SamplingParams(max_tokens=4))
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
-    streamed = 2 * segments * PAGE * LAYERS * token_bytes(kv_heads)
+    layout = llm.engine.store.layout
+    streamed = LAYERS * layout.layer_bytes(segments * SEGMENT)
     assert read >= result.rounds * streamed, "all of it was streamed"
     assert launches and max(launches) <= TARGET, launches
     assert max(copies) < LAYERS * (segments * PIECES + 1), "of segments, and of the next pass's first ones"
@@ -171,7 +197,7 @@ def test_an_exchange_with_another_gpu_uses_no_copy_engine() -> None:
         sequence.append(0, *kv)
         engine = TransferEngine(sequence, CudaLink(other), segment_tokens=256)
         tier = GpuAttention(engine, GpuTier(tokens), CUDA)
-        tier.keep(0, 0, *kv.to(CUDA))
+        tier.load(0)
         tier.open(0, tokens)
         queries = torch.randn(heads, count, layout.head_dim).bfloat16().to(CUDA)
         torch.cuda.synchronize(CUDA)

@@ -17,7 +17,7 @@ from offload_rt.caches.tiers import GpuTier, Tiers
 from offload_rt.page_codec import stored_layout
 from offload_rt.saved_context import SavedContext
 
-SHARES = [Tiers(), Tiers(32, 48), Tiers(16, 32, (GpuTier(16, 16),)), Tiers(64, 32, late_resident_tokens=32)]
+SHARES = [Tiers(), Tiers(32, 48), Tiers(16, 32, (GpuTier(16, 16),)), Tiers(64, 32, packed=False)]
 GREEDY, HOT = SamplingParams(max_tokens=12), SamplingParams(max_tokens=8, temperature=1.0, seed=3)
 
 

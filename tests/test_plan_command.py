@@ -86,7 +86,7 @@ def test_the_command_refuses_with_the_nearest_plan(run: Run) -> None:
 
 
 def test_a_draft_that_makes_it_slower_is_named(run: Run) -> None:
-    flags = "--model llama3.1-8b --context 80000 --gpu rtx4090"
+    flags = "--model llama3.1-8b --context 80000 --gpu rtx4090 --set store.code=raw"
     plain, with_draft, without = (
         run(f"{flags} {more}")
         for more in (

@@ -29,7 +29,7 @@ from offload_rt.model.recurrence import Recurrence
 from offload_rt.model.shape import ModelShape, shape_of
 from offload_rt.planning.placement import PlanRequest, allowed_drafts, gpu_memory, host_memory
 from offload_rt.planning.planner import plan
-from offload_rt.planning.prediction import Predictor
+from offload_rt.planning.prediction import PACKED_ATTENTION, Predictor
 from offload_rt.toml import load_config
 
 QWEN = find_shape("qwen3.5-9b", None)  # 8 of 32 layers are full, the others keep a state
@@ -252,7 +252,7 @@ def test_only_full_layers_stream_and_exchange() -> None:
     assert placement.streamed_bytes * 4 == whole.placement.streamed_bytes
     attending = placement.cpu_attended_bytes / CPU_RATE / 0.8 / 1e6
     assert lanes.cpu_attention == pytest.approx(lanes.dense.ms + attending + 8 * 0.15)
-    segments = 8 * -(-placement.streamed_tokens // asked(QWEN).segment_tokens)
+    segments = 8 * placement.streamed_tokens / asked(QWEN).segment_tokens
     assert lanes.dense.launch_ms == pytest.approx(0.3 * (32 + segments * 14 / 45))
     # Many queries are bound by computing.
     rates = Predictor(asked(QWEN))
@@ -267,7 +267,7 @@ def test_drafts_over_full_kv_or_retrieved_kv_concern_full_layers() -> None:
 
     shared = {"model": "target", "cache": "shared", "layers": "skip:0,3"}
     rates = predictor(shared)
-    attending = 30_000 * QWEN.token_bytes / CPU_RATE / 0.8 / 1e6 + 8 * 0.15
+    attending = PACKED_ATTENTION * 30_000 * QWEN.token_bytes / CPU_RATE / 0.8 / 1e6 + 8 * 0.15
     assert rates.host_attention_ms(30_000, 1) == pytest.approx(attending)
     (level,) = rates.request.levels
     running = QWEN.running(LayerPlan.parse("skip:0,3", 32) or LayerPlan.whole(32))

@@ -33,8 +33,8 @@ def predicted(**changes: Any) -> Prediction:
     ("model", "draft", "config", "machine", "ms", "plain_ms", "gamma", "tokens"),
     [
         ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 146.0, 893.5, 11, (15104, 63744, 48152)),
-        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 53.30, 150.9, 9, (58112, 18176, 50712)),
-        ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 81.72, 91.3, 64, (13568, 0, 16908)),
+        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 50.89, 150.9, 9, (58112, 18432, 50456)),
+        ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 81.72, 90.2, 64, (13568, 0, 16908)),
         ("demo", "demo-draft", "triforce", ("none", 1), 6.11, 22.6, 7, (0, 127_000, 0)),
     ],
 )
@@ -107,6 +107,37 @@ def test_packed_pages_take_three_quarters_of_the_host_and_of_the_link() -> None:
     # On a GPU it is as it is, and a CPU alone attends it in place.
     assert packed.target.token_bytes == raw.target.token_bytes
     assert request({"store.code": "auto"}, hardware=Hardware(HOST, (), measured=True)).stored == raw.stored
+
+
+def test_packed_pages_stay_packed_on_a_card_that_cannot_keep_all() -> None:
+    raw, packed = request(), request({"store.code": "auto"})
+    share, size = packed.stored.stored_share, 4096 * LLAMA.token_bytes
+    parts, smaller = (gpu_memory(one, 0, 4096)["resident_kv"] for one in (raw, packed))
+    assert parts == size and smaller == pytest.approx(share * size)
+    kept, more = raw.capacities[0] * LLAMA.token_bytes, packed.capacities[0] * LLAMA.token_bytes
+    buffer = packed.ring_bytes - raw.ring_bytes + gpu_memory(packed, 0)["prefill"]
+    buffer -= gpu_memory(raw, 0)["prefill"]
+    assert share * more == pytest.approx(kept - buffer, abs=2 * 256 * LLAMA.token_bytes)
+    # A pass reads packed pages, writes unpacked ones and reads these, in segments.
+    placement = packed.placement(4096, 8192)
+    lanes = Predictor(packed).verification(placement, CHAIN)
+    before = Predictor(raw).verification(replace(placement, packed=False), CHAIN)
+    attended = CONTEXT - 8192
+    unpacking = DESKTOP.gpus[0].read_ms((1 + share) * attended * LLAMA.token_bytes)
+    assert placement.packed and lanes.attention == pytest.approx(before.attention + unpacking)
+    streamed, resident = attended / 4096 - 1, 1
+    calls = 2 * streamed + 4 * resident
+    launching = lanes.dense.launch_ms - before.dense.launch_ms
+    assert launching == pytest.approx(32 * calls / 45 * DESKTOP.gpus[0].launch_ms)
+    busy = (one.cpu_attention - one.dense.ms - 32 * 0.15 for one in (lanes, before))
+    assert next(busy) == pytest.approx(1.2 * next(busy))
+    # What fits as it is stays so, and the pass takes as long as with raw pages.
+    short = plan(request({"store.code": "auto"}, context=8192))
+    assert short.placement.resident_tokens == 8192 and not short.placement.packed
+    check_sums(short)
+    assert short.check().pass_ms == plan(request(context=8192)).check().pass_ms
+    for context in (40_000, CONTEXT):
+        check_sums(plan(request({"store.code": "auto"}, context=context)))
 
 
 def test_memory_of_a_card() -> None:

@@ -22,7 +22,7 @@ CONFIGS_AND_PLACES = pytest.mark.parametrize(
     [
         ("triforce", "tiers"),
         ("triforce", "other GPUs 1"),
-        ("retrieval", "late"),
+        ("retrieval", "tiers"),
         ("trees", "streamed"),
         ("lookup", "in place"),
     ],

@@ -47,11 +47,10 @@ from offload_rt.engine.sequence import TokenSequence
 from offload_rt.host import to_host
 from offload_rt.model import scheduler
 from offload_rt.model.cuda_graphs import GraphedModel
-from offload_rt.planning.planner import Plan
 from offload_rt.toml import config_names
 
 ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
-SHARES = [Tiers(), Tiers(32), Tiers(0, 48), Tiers(32, 48), Tiers(64, 48, late_resident_tokens=32)]
+SHARES = [Tiers(), Tiers(32), Tiers(0, 48), Tiers(32, 48), Tiers(64, 48)]
 """Of 149 tokens."""
 BY_GPUS = [
     Tiers(16, 32, (GpuTier(32, 16),)),
@@ -73,7 +72,7 @@ def small_llm(device: torch.device, config: str, shares: Tiers = SHARES[0], **of
         link=link_to(device),
         other_links=[link_to(other_gpu(device)) for _ in shares.gpus],
     )
-    if shares.gpus or shares.late_resident_tokens:
+    if shares.gpus:
         place(llm, shares)
     return llm
 
@@ -146,7 +145,7 @@ def check_tokens(
 def test_resident_tokens_fill_the_memory_of_the_prefill(
     device: torch.device, plain_tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the prompt is read 32 tokens of each layer are resident, and 64 from there on."""
+    """None of them is resident while the prompt is read, 64 of each layer are from there on."""
     loaded: list[tuple[int, int]] = []
     emptied: list[int] = []
     load = FullCache.load_resident
@@ -159,22 +158,13 @@ def test_resident_tokens_fill_the_memory_of_the_prefill(
             loaded.append((before, full.resident_bytes))
 
     monkeypatch.setattr(FullCache, "load_resident", noted)
-    with small_llm(device, "retrieval", Tiers(64, 48, late_resident_tokens=32)) as llm:
+    with small_llm(device, "retrieval", Tiers(64, 48)) as llm:
         context = llm.read(PROMPT)
         assert again(context).tokens == plain_tokens or device == CUDA
         assert again(context).tokens == again(context, config="plain").tokens
         assert len(llm.generate(PROMPT[:20], SamplingParams(max_tokens=3)).tokens) == 3
-        assert loaded == [(32 * 512, 64 * 512)], "bytes of a token in all layers; a short text has none late"
+        assert loaded == [(0, 64 * 512), (0, 16 * 512)], "bytes of a token in all layers, of two sequences"
     assert (0 in emptied) == (device == CUDA), "what the prefill has cached is free by then"
-
-
-@ON_CUDA
-def test_late_resident_tokens_are_the_plans(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Plan, "late_resident_tokens", PAGE + 1)
-    with small_llm(device, "retrieval", Tiers(64)) as llm:
-        llm.read(PROMPT)
-        (sequence,) = llm.engine.sequences
-        assert sequence.tiers.late_resident_tokens == PAGE
 
 
 @DEVICES

@@ -23,8 +23,9 @@ from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
 from offload_rt.caches.local_history import LocalHistory
 from offload_rt.caches.remote import RemoteAttention
+from offload_rt.caches.resident import ResidentTier
 from offload_rt.caches.speculative import SpeculativeTokens
-from offload_rt.caches.tiers import ResidentTier, StreamedTier, Tail, TierRange
+from offload_rt.caches.tiers import StreamedTier, Tail, TierRange
 from offload_rt.host import to_device
 from offload_rt.machine.memory import available_memory
 
@@ -61,7 +62,7 @@ class FullCache:
     Args:
         resident_tokens: number of tokens per layer kept on the device; 0 on a CPU.
         remote: tiers that attend the next ones, in this order.
-        late_resident_tokens: those of the resident tokens that are loaded after the prefill.
+        packed: see `Tiers`.
         local: of the layers that do not attend to the whole sequence; None: there are none.
 
     Attributes:
@@ -77,8 +78,9 @@ class FullCache:
         backend: AttentionBackend,
         resident_tokens: int = 0,
         remote: Sequence[RemoteAttention] = (),
-        late_resident_tokens: int = 0,
         local: LocalState | None = None,
+        *,
+        packed: bool = True,
     ) -> None:
         self.engine = engine
         self.local = local or NO_LOCAL_STATE
@@ -93,7 +95,7 @@ class FullCache:
         self._points: list[ReadPoint] = []  # by length
         self._tail = Tail(layout, engine.link.device)
         self.device = self._tail.buffer.memory.device
-        self._resident = ResidentTier(engine, resident_tokens, self.device, late_resident_tokens)
+        self._resident = ResidentTier(engine, resident_tokens, packed=packed)
         self._streamed = StreamedTier(engine)
         self._remote = remote
         self._reading: LayerStream | None = None  # of a prefill behind tokens that are present
@@ -388,7 +390,7 @@ class FullCache:
         self.engine.write_back(self._tail.buffer.kv[:, :, :, : self._tail.tokens].clone())
 
     def load_resident(self) -> None:
-        """Loads the KV that tiers keep on a device and lack, also into memory that the prefill has used."""
+        """Loads the KV that tiers keep on a device and lack, into memory that the prefill has used."""
         self._resident.load(0)
         for tier, start, _ in self._split(self.verified_length, self._resident.tokens):
             if tier.remote:
@@ -398,11 +400,6 @@ class FullCache:
         """Starts over with the first `length` tokens of the store; the tail takes their last page."""
         start = length // self.layout.page_size * self.layout.page_size
         self._tail.restart(start, self.engine.read(start, length))
-
-    def keep_resident(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Gives every tier the KV that it keeps on a device of a layer's prompt, after its prefill."""
-        for tier, start, stop in self._split(keys.shape[1], self._resident.capacity):
-            tier.keep(layer, start, keys[:, start:stop], values[:, start:stop])
 
     def keep(self, entries: Sequence[int]) -> None:
         """Does nothing, as there is no speculation here."""

@@ -23,7 +23,8 @@ from cpu_kv.streams import device_streams
 from offload_rt.attention.backends import choose_backend, cpu_share_backend, unfold
 from offload_rt.attention.mass import summed_mass
 from offload_rt.attention.sums import AttentionSum
-from offload_rt.caches.tiers import GpuTier, OnSegment, ResidentTier, Results, Tier
+from offload_rt.caches.resident import ResidentTier
+from offload_rt.caches.tiers import GpuTier, OnSegment, Results, Tier
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
 T = TypeVar("T")
@@ -155,27 +156,30 @@ class GpuAttention(RemoteAttention):
     Args:
         engine: over that GPU's link; closed with this tier, and used from its thread alone.
         home: the device that the queries come from.
+        packed: see `Tiers`.
     """
 
     def __init__(
-        self, engine: TransferEngine, tier: GpuTier, home: torch.device, timeline: Timeline = NO_TIMELINE
+        self,
+        engine: TransferEngine,
+        tier: GpuTier,
+        home: torch.device,
+        timeline: Timeline = NO_TIMELINE,
+        *,
+        packed: bool = True,
     ) -> None:
         device = engine.link.device
         super().__init__(tier.tokens, f"{device}")
         self.engine = engine
         self._timeline = timeline
         self._backend = choose_backend(device)
-        self._resident = ResidentTier(engine, tier.resident_tokens, device)
+        self._resident = ResidentTier(engine, tier.resident_tokens, packed=packed)
         self._passes: deque[tuple[int, int, Future[LayerStream]]] = deque()  # resident start, stop; stream
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # One for all sequences: torch's allocator keeps the memory freed by one of them for the next.
             self._stream = device_streams(device).remote
             self._queries, self._results = PeerCopies(home, device), PeerCopies(device, home)
-
-    def keep(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
-        with self._on_stream():
-            self._resident.keep(layer, start, keys, values)
 
     def truncate(self, length: int) -> None:
         self._resident.truncate(length)

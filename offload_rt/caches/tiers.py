@@ -1,8 +1,8 @@
 """The tiers of a sequence's KV: how many tokens of each layer lie where, and attention over each range.
 
-The first tokens of a layer are resident on the device, the next ones are attended by the CPU in place and by
-other GPUs (`remote.py`), and the others are streamed to the device. A tail of the newest tokens stays on the
-device until a stream covers it. The ranges are the same in every layer.
+The first tokens of a layer are resident on the device (`resident.py`), the next ones are attended by the CPU
+in place and by other GPUs (`remote.py`), and the others are streamed to the device. A tail of the newest
+tokens stays on the device until a stream covers it. The ranges are the same in every layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpu_kv import KeysValues, KVLayout, LayerStream, TransferEngine, cut_alike, parts_of_pages
+from cpu_kv import KeysValues, KVLayout, LayerStream, TransferEngine
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens
@@ -55,15 +55,15 @@ class Tiers:
 
     Attributes:
         resident_tokens: kept on the device.
-        late_resident_tokens: those of them that are loaded after the prefill, into memory that it has used.
         cpu_tokens: attended by the CPU, behind the resident ones.
         gpus: attended by other GPUs, in this order, behind those.
+        packed: what stays on GPUs is packed as in the store.
     """
 
     resident_tokens: int = 0
     cpu_tokens: int = 0
     gpus: tuple[GpuTier, ...] = ()
-    late_resident_tokens: int = 0
+    packed: bool = True
 
 
 EVERYTHING_STREAMED = Tiers()
@@ -83,15 +83,11 @@ class Tier(ABC):
     tokens: int
     remote = False
 
-    def keep(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:  # noqa: B027
-        """Copies what the tier keeps of its range of a layer's prompt, `[kv_heads, tokens, head_dim]`.
-
-        Args:
-            start: position of the range in the sequence.
-        """
-
     def load(self, start: int) -> None:  # noqa: B027
-        """Loads what the tier keeps of the range from position `start` on, and lacks. Raises CopyFailed."""
+        """Loads what the tier keeps of the range from position `start` on, and lacks. Raises CopyFailed.
+
+        Comes after a prefill, and takes the memory that only it needs.
+        """
 
     def truncate(self, length: int) -> None:  # noqa: B027
         """Forgets the tokens from position `length` on. No pass may be running."""
@@ -165,92 +161,6 @@ class DeviceTier(Tier):
             total.attend_tracked(keys, values)
             on_segment(layer, at, [(keys, values)])
             at += len(keys) * keys.shape[2]
-
-
-class ResidentTier(DeviceTier):
-    """Tokens of each layer that stay on a device, in pages as in the store.
-
-    Args:
-        engine: over the store and the link to the device.
-        capacity: most tokens per layer, in whole pages.
-        late: how many of them, in whole pages, are loaded after the prefill.
-
-    Attributes:
-        tokens: number of tokens that every layer has now.
-        first: position of the first one in the sequence.
-    """
-
-    def __init__(self, engine: TransferEngine, capacity: int, device: torch.device, late: int = 0) -> None:
-        self._layout = engine.sequence.layout
-        self._layout.check_whole(capacity - late, capacity)
-        self.capacity = capacity
-        self.tokens = 0
-        self.first = 0
-        self._engine = engine
-        self._late = late
-        self._device = device
-        self._blocks: list[Tensor] = []  # `[layers, pages, 2, kv_heads, page_size, head_dim]`
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory allocated now."""
-        return sum(block.nbytes for block in self._blocks)
-
-    def _allocate(self, tokens: int) -> Tensor:
-        shape = (self._layout.layers, *self._layout.pages_shape(tokens // self._layout.page_size))
-        with torch.inference_mode(False):  # a prefill allocates in that mode, and `load` writes outside of it
-            self._blocks.append(torch.empty(shape, dtype=self._layout.dtype, device=self._device))
-        return self._blocks[-1]
-
-    def keep(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
-        page = self._layout.page_size
-        tokens = min(self.capacity - self._late, keys.shape[1] // page * page)
-        if layer == 0:
-            self.release()  # the sequence was read before, and rewound to its start
-            self.first, self.tokens = start, tokens
-            self._allocate(tokens)
-        pages = self._blocks[0][layer, : tokens // page]
-        # To another GPU in one piece: torch would make temporary copies of what has gaps, on both.
-        near = pages if keys.device == pages.device else torch.empty_like(pages, device=keys.device)
-        for place, part in cut_alike(parts_of_pages(near, 0, tokens), keys[:, :tokens], values[:, :tokens]):
-            place.copy_(part)
-        if near is not pages:
-            pages.copy_(near, non_blocking=True)
-
-    def load(self, start: int) -> None:
-        if start != self.first:
-            self.first, self.tokens = start, 0
-        page = self._layout.page_size
-        end = min(self.capacity, self._engine.sequence.length // page * page - start)
-        allocated = page * sum(block.shape[1] for block in self._blocks)
-        if end > allocated:
-            self._allocate(end - allocated)
-        at, block_end = self.tokens, 0
-        for block in self._blocks:
-            block_start, block_end = block_end, block_end + block.shape[1] * page
-            stop = min(end, block_end)
-            if at < stop:
-                pages = block[:, (at - block_start) // page : (stop - block_start) // page]
-                self._engine.load(pages, start + at)
-                at = self.tokens = stop
-
-    def truncate(self, length: int) -> None:
-        """Forgets the tokens from position `length` on, in whole pages; the memory stays allocated."""
-        page = self._layout.page_size
-        self.tokens = max(0, min(self.tokens, (length - self.first) // page * page))
-
-    def segments(self, layer: int, start: int, stop: int) -> Iterator[KeysValues]:
-        pages = (stop - start) // self._layout.page_size
-        for block in self._blocks:
-            part = block[layer, :pages]
-            pages -= len(part)
-            if len(part):
-                yield part[:, 0], part[:, 1]
-
-    def release(self) -> None:
-        """Frees the memory."""
-        self.tokens = 0
-        self._blocks.clear()
 
 
 class StreamedTier(DeviceTier):

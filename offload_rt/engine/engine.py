@@ -260,7 +260,6 @@ class Engine:
         offload, page = request.config.offload, request.config.store.page
         resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
         gpus: tuple[GpuTier, ...] = ()
-        late = 0
         if on_gpu:
             planned.check()
             request, placement = planned.request, planned.placement
@@ -269,13 +268,12 @@ class Engine:
                 for gpu in placement.gpus
             )
             resident = -(-placement.resident_tokens // page) * page
-            late = planned.late_resident_tokens // page * page
             if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
                 cpu = placement.cpu_tokens // page * page
         elif self._other_links:  # links of no known rate share evenly
             pages = max(0, request.context - resident - cpu) // page // (1 + len(self._other_links))
             gpus = (GpuTier(0, pages * page),) * len(self._other_links)
-        return request, Tiers(resident, cpu, gpus, late)
+        return request, Tiers(resident, cpu, gpus, request.resident.packed)
 
     def _request(
         self, config: Config, prompt_tokens: int, new_tokens: int, hardware: Hardware

@@ -1,8 +1,7 @@
 """Layer-major prefill: the whole prompt goes through one layer before the next.
 
 In chunks of queries, so that memory for activations is bounded. Each byte of KV is written to CPU memory
-once and, but for the last page, not read back over the link; what stays on the device beside one layer's KV
-are the hidden states of the prompt.
+once; what stays on the device beside one layer's KV are the hidden states of the prompt.
 """
 
 from __future__ import annotations
@@ -214,5 +213,3 @@ class PromptAttention:
         if end > self._written:
             cache.engine.write_prompt(layer, keys[:, self._written : end], values[:, self._written : end])
             self._written = end
-        if last:
-            cache.keep_resident(layer, keys, values)

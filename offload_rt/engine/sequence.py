@@ -139,7 +139,7 @@ class TokenSequence:
             for link, tier in zip(shared.other_links, tiers.gpus, strict=False):
                 engine = self._transfer_over(link)
                 closing.callback(engine.close)
-                remote.append(GpuAttention(engine, tier, shared.target.device, shared.timeline))
+                remote.append(GpuAttention(engine, tier, target.device, shared.timeline, packed=tiers.packed))
                 closing.callback(remote[-1].close)
                 self._engines.append(engine)
             self.full = FullCache(
@@ -147,8 +147,8 @@ class TokenSequence:
                 shared.backend,
                 tiers.resident_tokens,
                 remote,
-                tiers.late_resident_tokens,
                 LocalState(target.local_layers, shared.backend),
+                packed=tiers.packed,
             )
             closing.callback(self.full.close)
             if prefix is not None:

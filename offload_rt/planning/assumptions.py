@@ -8,7 +8,13 @@ from offload_rt.config import shown
 from offload_rt.drafting.expectations import DRAFT_LENGTHS, REJECTIONS_POWER, SECOND_CHOICE
 from offload_rt.machine.hardware import GIB
 from offload_rt.planning.placement import PlanRequest
-from offload_rt.planning.prediction import FUSED_ROWS, RUNNER_UP_HITS, RoundTime, product_rates
+from offload_rt.planning.prediction import (
+    FUSED_ROWS,
+    PACKED_ATTENTION,
+    RUNNER_UP_HITS,
+    RoundTime,
+    product_rates,
+)
 
 
 def machine(request: PlanRequest) -> Iterator[str]:
@@ -27,6 +33,11 @@ def machine(request: PlanRequest) -> Iterator[str]:
             f"to it and {gpu.to_host_rate:.1f} GB/s back, {gpu.launch_ms:.2f} ms to launch a layer's kernels"
         )
     yield from _quantized(request)
+    if request.stored.packed:
+        yield (
+            f"packed pages take {PACKED_ATTENTION:g} times the time of the CPU's attention; a GPU unpacks"
+            f" {'streamed and resident' if request.resident.packed else 'streamed'} ones in every pass"
+        )
     if request.remote_mlps:
         yield f"MLP blocks of {request.remote_mlps} of {request.target.layers} layers are on GPU 1"
     if request.other_gpus:

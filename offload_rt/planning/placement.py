@@ -102,6 +102,15 @@ class PlanRequest:
         layout = self.target.layout(self.config.store.page)
         return stored_layout(layout, self.config.store.code, over_link=not self.in_place)
 
+    @cached_property
+    def resident(self) -> KVLayout:
+        """The layout of KV that stays on GPUs: as it is stored, but unpacked where all of it fits.
+
+        Then nothing else bounds a pass, and unpacking would only make it longer.
+        """
+        raw = replace(self.stored, packed=False)
+        return raw if sum(self._capacities(raw)) >= self.context else self.stored
+
     @property
     def segment_tokens(self) -> int:
         """Tokens that are copied and attended at a time."""
@@ -174,7 +183,10 @@ class PlanRequest:
         On the first one while decoding, when the memory of the prefill is free again but for what reading
         more tokens behind the prompt needs.
         """
-        page, page_bytes = self.config.store.page, self.config.store.page * self.target.token_bytes
+        return self._capacities(self.resident)
+
+    def _capacities(self, layout: KVLayout) -> list[int]:
+        page, page_bytes = layout.page_size, layout.reserved_bytes(1)
         if not page_bytes:
             return [self.context] * len(self.hardware.gpus)
         rooms = [max(0, _left(self, number)) for number in range(len(self.hardware.gpus))]
@@ -182,13 +194,13 @@ class PlanRequest:
             freed = gpu_memory(self, 0)["prefill"] - _chunk_memory(self)
             rooms[0] += freed if _left(self, 0) >= 0 else 0
         tokens = [room // page_bytes * page for room in rooms]
-        if rooms and rooms[0] >= self.context * self.target.token_bytes:
+        if rooms and rooms[0] >= layout.layers * layout.layer_bytes(self.context):
             tokens[0] = self.context
         return tokens
 
     def late_tokens(self, resident: int) -> int:
         """Returns how many of `resident` tokens of the first GPU have room only after the prefill."""
-        page, page_bytes = self.config.store.page, self.config.store.page * self.target.token_bytes
+        page, page_bytes = self.resident.page_size, self.resident.reserved_bytes(1)
         if not page_bytes:
             return 0
         return max(0, resident - max(0, _left(self, 0)) // page_bytes * page)
@@ -206,7 +218,8 @@ class PlanRequest:
         rate = sum(gpu.to_device_rate for gpu in self.hardware.gpus)
         streamed = [int(left * gpu.to_device_rate / rate) for gpu in self.other_gpus]
         left -= sum(streamed)
-        return Placement(resident, cpu, left, self.target, tuple(map(GpuTier, kept, streamed)))
+        tiers = tuple(map(GpuTier, kept, streamed))
+        return Placement(resident, cpu, left, self.target, tiers, self.resident.packed)
 
     def having(self, key: str, value: object) -> PlanRequest:
         """Returns the request with another value of one key of the config."""
@@ -222,6 +235,7 @@ class Placement:
     streamed_tokens: int  # the last ones, which cross the first GPU's link for every pass
     shape: ModelShape
     gpus: tuple[GpuTier, ...] = ()  # of the other GPUs in turn, between the CPU's and the last ones
+    packed: bool = False  # what is kept on GPUs is
 
     @property
     def resident_bytes(self) -> int:
@@ -302,7 +316,7 @@ def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
     """
     target, store = request.target, request.config.store
     memory = {
-        "resident_kv": resident * target.token_bytes,
+        "resident_kv": _resident_bytes(request, resident),
         "staging_ring": request.ring_bytes,
         "reserve": _gpu_reserve(request.hardware.gpus[gpu]),
     }
@@ -315,8 +329,14 @@ def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
     newest = Tail.nbytes(target.layout(store.page), target.heads, request.longest_draft + 1)
     memory |= _computing_memory(request) | {"newest_tokens": newest}
     if resident:
-        memory["prefill"] = max(0, memory["prefill"] - request.late_tokens(resident) * target.token_bytes)
+        late = _resident_bytes(request, request.late_tokens(resident))
+        memory["prefill"] = max(0, memory["prefill"] - late)
     return memory
+
+
+def _resident_bytes(request: PlanRequest, tokens: int) -> int:
+    """Returns the bytes of so many tokens on a GPU."""
+    return request.resident.layers * request.resident.layer_bytes(tokens) if tokens else 0
 
 
 def _chunk_memory(request: PlanRequest) -> int:
@@ -328,8 +348,11 @@ def _chunk_memory(request: PlanRequest) -> int:
         token = max(token, 4 * target.hidden * target.dtype.itemsize + target.recurrence.working_bytes)
     chunk = min(request.config.prefill.chunk, request.context)
     written = not request.in_place and target.paged_layers
-    packed = (TransferEngine.PROMPT_WRITES + 1) * chunk if written else 0
-    return chunk * token + packed * target.layer_token_bytes
+    paged = (TransferEngine.PROMPT_WRITES + 1) * chunk if written else 0
+    pages = paged * target.layer_token_bytes
+    if request.stored.packed:
+        pages += request.stored.layer_bytes(paged)
+    return chunk * token + pages
 
 
 def _gpu_reserve(gpu: Gpu) -> int:

@@ -29,6 +29,8 @@ LAYER_KERNELS = 45
 """Kernels of one decoder layer over a bounded cache: `launch_ms` is the time to launch that many."""
 SEGMENT_CALLS = 14
 """CUDA calls for a streamed segment: two kernels, four copies with a kernel each, four calls for events."""
+SEGMENT_KERNELS = 2
+"""Kernels that attend a segment, and as many that unpack one before."""
 MASKED_ATTENTION_SHARE = 0.5
 """Share of the memory rate that masked attention reaches over a few thousand entries. An estimate."""
 GATHER_SHARE = 0.7
@@ -39,6 +41,9 @@ books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the
 FUSED_ROWS = 64
 """Most rows whose products read quantised weights as they are stored, where none were measured; for more rows
 weights are expanded first."""
+PACKED_ATTENTION = 1.2
+"""Time of the CPU's attention over packed pages, as a multiple of that over others. Measured on two cores:
+1.1 to 1.35, most with few queries. Less is likely where more cores wait for memory."""
 PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}
 """Rate of causal attention over a prompt, as a share of that of matrix products."""
 
@@ -168,7 +173,7 @@ class Predictor:
         return self.processor.read_ms(2 * shape.quantized * shape.dtype.itemsize)
 
     def host_attention_ms(self, tokens: int, queries: int) -> float:
-        ms = self._cpu_attention(self.target, tokens, queries)
+        ms = self._store_attention(tokens, queries)
         if self.request.in_place:
             return ms
         return ms / self.host.attention_beside_link + self.target.paged_layers * EXCHANGE_MS
@@ -216,7 +221,8 @@ class Predictor:
         target, host, gpus, queries = self.target, self.host, self.request.hardware.gpus, drafted.size + 1
         dense = self.dense(queries) + Cost(launch_ms=self._segment_launches(placement))
         if self.request.in_place:
-            return PassTime(placement, drafted, dense, self._attention(target, self.request.context, queries))
+            attending = self._store_attention(self.request.context, queries)
+            return PassTime(placement, drafted, dense, attending)
         link = cpu = others = memory = ahead = 0.0
         share, exchanges = self.request.stored.stored_share, target.paged_layers * EXCHANGE_MS
         streamed = placement.streamed_bytes * share
@@ -226,32 +232,56 @@ class Predictor:
             rate = sum(gpu.to_device_rate for gpu in gpus)
             rate *= host.link_beside_attention if placement.cpu_tokens else 1.0
             link = streamed / rate / 1e6 + layer
-            filled = len(gpus) * self.request.ring_bytes * (1 - 1 / self.config.store.ring_buffers)
+            segment = self.request.stored.layer_bytes(self.request.segment_tokens)
+            filled = len(gpus) * segment * (self.config.store.ring_buffers - 1)
             ahead = min(streamed, filled) / rate / 1e6
         if placement.cpu_tokens:
-            attending = self._cpu_attention(target, placement.cpu_tokens, queries)
+            attending = self._store_attention(placement.cpu_tokens, queries)
             cpu = dense.ms + attending / (host.attention_beside_link if streamed else 1.0) + exchanges
         for tier, gpu in zip(placement.gpus, gpus[1:], strict=False):  # GPUs without a tier hold nothing
             if tier.tokens:
                 attending = self._gpu_attention(gpu, target, tier.tokens, queries)
+                unpacked = tier.streamed_tokens + placement.packed * tier.resident_tokens
+                attending += self._unpacking(gpu, unpacked)
                 others = max(others, dense.ms + attending + exchanges)
         if moved := streamed + placement.cpu_attended_bytes * share:
             memory = host.read_ms(moved) + layer
         own = self._attention(target, placement.resident_tokens + placement.streamed_tokens, queries)
+        unpacked = placement.streamed_tokens + placement.packed * placement.resident_tokens
+        own += self._unpacking(gpus[0], unpacked)
         return PassTime(placement, drafted, dense, own, link, cpu, others, memory, ahead)
 
     def _segment_launches(self, placement: Placement) -> float:
-        """Returns the time in ms to launch attention over the streamed segments of a pass."""
+        """Returns the time in ms to launch attention over the segments of a pass.
+
+        What is resident and unpacked is one, whose kernels are among those of the layer. A part of a segment
+        counts as a part, so that times along a line of shares have one valley.
+        """
         if self.request.in_place:
             return 0.0
-        segments = self.target.paged_layers * -(-placement.streamed_tokens // self.request.segment_tokens)
-        return segments * SEGMENT_CALLS / LAYER_KERNELS * self.processor.launch_ms
+        unpacking = SEGMENT_KERNELS if self.request.stored.packed else 0
+        resident = placement.resident_tokens if placement.packed else 0
+        calls = 0.0
+        for tokens, each in ((placement.streamed_tokens, SEGMENT_CALLS), (resident, SEGMENT_KERNELS)):
+            calls += tokens / self.request.segment_tokens * (each + unpacking)
+        return self.target.paged_layers * calls / LAYER_KERNELS * self.processor.launch_ms
 
     def _attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
         """Returns the ms in which the processor that decodes attends so many paged tokens, of any tier."""
         if isinstance(self.processor, Gpu):
             return self._gpu_attention(self.processor, shape, tokens, queries)
         return self._cpu_attention(shape, tokens, queries)
+
+    def _store_attention(self, tokens: int, queries: int) -> float:
+        """Returns the ms in which the CPU attends so many tokens of the target as they are stored."""
+        ms = self._cpu_attention(self.target, tokens, queries)
+        return ms * PACKED_ATTENTION if self.request.stored.packed else ms
+
+    def _unpacking(self, gpu: Gpu, tokens: int) -> float:
+        """Returns the ms in which a GPU unpacks so many tokens: it reads packed ones, and writes others."""
+        stored = self.request.stored
+        size = tokens * self.target.token_bytes * (1 + stored.stored_share)
+        return gpu.read_ms(size) if stored.packed else 0.0
 
     def _gpu_attention(self, gpu: Gpu, shape: ModelShape, tokens: int, queries: int) -> float:
         flops = shape.paged_layers * shape.attention_flops * tokens * queries
@@ -305,6 +335,8 @@ class Predictor:
         less of it there.
         """
         whole = self._attention(self.target, self.request.context, verification.gamma + 1)
+        if not self.request.in_place and verification.placement.packed:
+            whole += self._unpacking(self.request.hardware.gpus[0], self.request.context)
         busy = verification.dense.busy_ms + whole
         if any(level.drafts_on_host for level in self.request.levels):
             busy = max(busy, verification.cpu_attention)

@@ -64,7 +64,8 @@ class Prices:
             streamed = min(left - kept, gpu.streamed_tokens)
             gpus.append(GpuTier(kept, streamed))
             left -= kept + streamed
-        return Placement(resident, cpu, left, self._request.target, tuple(gpus))
+        packed = tiers.packed and self._request.stored.packed
+        return Placement(resident, cpu, left, self._request.target, tuple(gpus), packed)
 
 
 @lru_cache

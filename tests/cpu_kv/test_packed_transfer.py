@@ -26,6 +26,25 @@ def drawn(tokens: int, small: int, seed: int) -> Tensor:
     return torch.where(tiny & odd[:, None], kv * 2.0**-50, kv).to(torch.bfloat16)
 
 
+def check_loaded(engine: TransferEngine, kv: Tensor) -> None:
+    """All full pages stay on the device: packed ones as they are, or unpacked."""
+    whole, raw = kv.shape[3] // PAGE * PAGE, LAYOUT.layer_token_bytes
+
+    def check_pages(layer: int, start: int, end: int, *, packed: bool) -> None:
+        size = (end - start) // PAGE * (LAYOUT.page_bytes if packed else PAGE * raw)
+        memory = torch.empty(size, dtype=torch.uint8)
+        engine.load(layer, start, end, memory, packed=packed)
+        pairs = engine.resident_pages(memory, packed=packed)
+        found = [torch.stack([head_major(side) for side in pair]) for pair in pairs]
+        assert torch.equal(torch.cat(found, dim=2), kv[layer, :, :, start:end])
+
+    for layer in range(2):
+        for start, end, unpacked in engine.sequence.forms(layer, 0, whole):
+            check_pages(layer, start, end, packed=unpacked is None)
+        if whole:
+            check_pages(layer, 0, whole, packed=False)
+
+
 def check(engine: TransferEngine, kv: Tensor) -> None:
     """A stream of all full pages, twice; all of them at once; and all tokens."""
     whole = kv.shape[3] // PAGE * PAGE
@@ -37,9 +56,7 @@ def check(engine: TransferEngine, kv: Tensor) -> None:
                 assert torch.equal(found, kv[layer, :, :, at : at + found.shape[2]])
                 at += found.shape[2]
             assert at == whole
-    into = torch.empty(2, *LAYOUT.pages_shape(whole // PAGE), dtype=torch.bfloat16)
-    engine.load(into, 0)
-    assert torch.equal(into.permute(0, 2, 3, 1, 4, 5).flatten(3, 4), kv[:, :, :, :whole])
+    check_loaded(engine, kv)
     assert torch.equal(engine.read(0, kv.shape[3]), kv)
 
 

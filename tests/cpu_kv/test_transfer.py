@@ -182,10 +182,12 @@ class TransferMachine(RuleBasedStateMachine):
         assert self.counters.copies - copies == -(-(end - start) // 10), "of all layers"
         self.read += found.nbytes
         start, end = self.pages(*ends)
-        into = torch.empty(LAYOUT.layers, *LAYOUT.pages_shape((end - start) // 4))
-        self.engine.load(into, start)
-        assert torch.equal(into.permute(0, 2, 3, 1, 4, 5).flatten(3, 4), self.kv[:, :, :, start:end])
-        self.read += into.nbytes
+        memory = torch.empty((end - start) * LAYOUT.layer_token_bytes, dtype=torch.uint8)
+        for layer, kv in enumerate(self.kv):
+            self.engine.load(layer, start, end, memory, packed=False)
+            for pair in self.engine.resident_pages(memory, packed=False) if start < end else ():
+                assert torch.equal(torch.stack([*map(head_major, pair)]), kv[:, :, start:end])
+            self.read += memory.nbytes
 
     @rule(count=st.integers(1, 4), entries=st.integers(1, 9))
     def send(self, count: int, entries: int) -> None:
