@@ -29,9 +29,11 @@ template <typename Products> struct Scratch {
     Products products;
     Buffer<float> scores, sums, peak, denominator;
     Buffer<Weight> weights;
+    Buffer<typename Products::Entry> entries;  // a block that was decoded
     Scratch(int dim, int rows)
         : products(dim, rows), scores(size_t(rows) * BLOCK), sums(size_t(rows) * dim), peak(rows),
-          denominator(size_t(rows) * LANES), weights(size_t(rows) * BLOCK) {}
+          denominator(size_t(rows) * LANES), weights(size_t(rows) * BLOCK),
+          entries(size_t(BLOCK) * dim) {}
 
     // The softmax denominator of a query; until here it is a sum per lane.
     float denominator_of(int row) const {
@@ -93,21 +95,38 @@ static inline void softmax_weights(Scratch<Products>& s, int scored, int r, int 
     store(&s.denominator[r * LANES], denominator);
 }
 
+// Consecutive rows of entries; the stride counts entries.
+template <typename T> struct Rows {
+    const T* data;
+    int64_t stride;
+};
+
 // A tensor [pages, heads, page_tokens, dim]; strides count entries, rows are contiguous.
 template <typename T> struct Pages {
+    using Entry = T;
     const T* data;
     int64_t page_stride, head_stride, row_stride, page_tokens;
     const T* at(int64_t head, int64_t token) const {
         return data + token / page_tokens * page_stride + head * head_stride + token % page_tokens * row_stride;
     }
+
+    // The rows of a block, which lies within a page. Entries in another form are decoded into `scratch`
+    // [BLOCK][dim] first; these are read in place.
+    Rows<T> block(int64_t head, int64_t token, int, T*) const { return {at(head, token), row_stride}; }
+
+    // What to prefetch while the block before is computed.
+    const T* ahead(int64_t head, int64_t token) const { return at(head, token); }
 };
 
 // The arguments of a call (`_Call` in __init__.py). `out` [heads, count, dim], `lse` [heads, count], `mask`
 // [count, tokens] or null, and `mass` [heads, sampled, tokens / chunk] or null are contiguous. `mass` receives the
 // share of attention that sampled queries give to each chunk. A chunk is a power of two, at most BLOCK, and lies
-// within a page. Of every `period` queries each `step`th one is sampled, counted back from the last.
-template <typename T> struct Call {
-    Pages<T> queries, keys, values;
+// within a page. Of every `period` queries each `step`th one is sampled, counted back from the last. `Side` is
+// how keys and values are stored.
+template <typename Side> struct Call {
+    using T = typename Side::Entry;
+    Pages<T> queries;
+    Side keys, values;
     T* out;
     float* lse;
     const float* mask;
@@ -149,8 +168,8 @@ struct Task {
 //
 // Goes page by page, and in a page head by head, so that memory is read in order. One head at a time (without
 // `AllHeads`) is compiled separately, as its loops are faster.
-template <bool AllHeads, typename Products, typename T = typename Products::Entry>
-static void attend_task(const Call<T>& call, const Task& task, Scratch<Products>& s) {
+template <bool AllHeads, typename Products, typename Side>
+static void attend_task(const Call<Side>& call, const Task& task, Scratch<Products>& s) {
     const int heads = AllHeads ? int(task.heads) : 1;
     const int rows = int(heads * task.count), count = int(task.count), dim = int(call.dim);
     for (int64_t h = 0; h < heads; ++h)
@@ -171,8 +190,8 @@ static void attend_task(const Call<T>& call, const Task& task, Scratch<Products>
                 const int64_t head = task.head + h, heads_left = heads - h - 1;
                 const int64_t then = next < end ? head : heads_left ? head + 1 : task.head;
                 const int64_t from = next < end || !heads_left ? next : start;
-                s.products.score(base, call.keys.at(head, at), call.keys.at(then, from), call.keys.row_stride, block_tokens,
-                                 count, &s.scores[0]);
+                const auto keys = call.keys.block(head, at, block_tokens, &s.entries[0]);
+                s.products.score(base, keys.data, call.keys.ahead(then, from), keys.stride, block_tokens, count, &s.scores[0]);
                 // Two loops, so that independent peaks overlap and no weight waits for its peak.
                 const auto mass = [&](int r) {
                     return ChunkMass{call.chunk_mass_at(head * call.count + task.row + r, task.first), (at - task.first) / call.chunk,
@@ -182,14 +201,15 @@ static void attend_task(const Call<T>& call, const Task& task, Scratch<Products>
                     raise_peak(s, r, base + r, block_tokens, dim,
                                call.mask ? call.mask + (task.row + r) * call.tokens + at : nullptr, mass(r));
                 for (int r = 0; r < count; ++r) softmax_weights(s, r, base + r, block_tokens, mass(r));
-                s.products.sum(&s.weights[0], call.values.at(head, at), call.values.at(then, from),
-                               call.values.row_stride, block_tokens, count, &s.sums[base * dim]);
+                const auto values = call.values.block(head, at, block_tokens, &s.entries[0]);
+                s.products.sum(&s.weights[0], values.data, call.values.ahead(then, from), values.stride, block_tokens,
+                               count, &s.sums[base * dim]);
             }
     }
     s.products.finish(&s.sums[0], rows);
 }
 
-template <typename Products, typename T = typename Products::Entry> static void attend(const Call<T>& call) {
+template <typename Products, typename Side> static void attend(const Call<Side>& call) {
     const int64_t rows = call.heads * call.count, dim = call.dim, most = call.tokens / 1024;
     // With few queries, all heads at once if that leaves every thread enough work.
     const bool all_heads = rows <= QUERY_TILE && call.keys.page_tokens < call.tokens && most >= 4 * call.threads;
@@ -249,9 +269,9 @@ template <typename Products, typename T = typename Products::Entry> static void 
 
 extern "C" {
 
-void offload_rt_attend_float32(const Call<float>* call) { attend<WidenedProducts<float>>(*call); }
+void offload_rt_attend_float32(const Call<Pages<float>>* call) { attend<WidenedProducts<float>>(*call); }
 
-void offload_rt_attend_bfloat16(const Call<BFloat16>* call) {
+void offload_rt_attend_bfloat16(const Call<Pages<BFloat16>>* call) {
 #ifdef OFFLOAD_RT_BF16_DOTS
     if (call->dim % Bf16DotProducts::STEP == 0) return attend<Bf16DotProducts>(*call);
 #endif
