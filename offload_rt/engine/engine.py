@@ -38,6 +38,7 @@ from offload_rt.planning.placement import (
 )
 from offload_rt.planning.planner import Plan, comparison, ranked
 from offload_rt.planning.prices import behind_a_link
+from offload_rt.second_device import SecondDevice
 from offload_rt.timeline import NO_TIMELINE
 
 ProgressReport = Callable[[str, int, int], None]
@@ -112,8 +113,11 @@ class Engine:
             for model in (target, draft):
                 if isinstance(model, GraphedModel):
                     model.pass_running = lambda: thread.running
+        self._second = SecondDevice(target.device, other_links[0]) if other_links else None
         self._shared = Shared(
-            target, draft, self.store, self._link, backend, self._other_links, heads=self._heads
+            *(target, draft, self.store, self._link, backend, self._other_links),
+            heads=self._heads,
+            second=self._second,
         )
         self._sequences: list[TokenSequence] = []
         self.lock = threading.RLock()
@@ -385,6 +389,8 @@ class Engine:
             for link in (self._link, *self._other_links):
                 closing.callback(link.close)
             closing.callback(self.store.close)
+            if self._second is not None:
+                closing.callback(self._second.close)
             if self._thread is not None:
                 closing.callback(self._thread.close)
             closing.callback(self._shared.pool.drop_free)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.split import SplitCache
 from offload_rt.config import Config, LevelConfig
 from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.head_drafter import Heads
@@ -24,6 +25,7 @@ from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
+from offload_rt.second_device import SecondDevice
 
 Memory = dict[str, int]
 """Bytes by purpose."""
@@ -123,6 +125,7 @@ class Resources:
         pages: pages of the full cache that the sequence may grow to.
         pool: memory of bounded caches.
         heads: draft heads.
+        second: the device that has a share of the layers in groups; None: there is one device.
         caches: the bounded caches that were resources.
     """
 
@@ -134,7 +137,8 @@ class Resources:
     pages: int
     pool: BufferPool
     heads: Heads
-    caches: list[BoundedCache] = field(default_factory=list)
+    second: SecondDevice | None = None
+    caches: list[BoundedCache | SplitCache] = field(default_factory=list)
 
 
 class Level(ABC):

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
+from offload_rt.attention.backends import choose_backend
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES, BoundedCache
 from offload_rt.caches.buffers import mean_slots_for
 from offload_rt.caches.local import LocalState
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
+from offload_rt.caches.split import ModelLayers, SourceLayers, SplitCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import Config
 from offload_rt.drafting.base import Drafter
@@ -23,6 +29,7 @@ from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes,
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
+from offload_rt.second_device import SecondDevice
 
 CHOOSING_NS = 10
 """Time on the host to choose chunks, for each score of a layer and KV head: 7 to 22 on one server core."""
@@ -77,21 +84,52 @@ class ModelLevel(Level):
         self, below: Drafter, shape_below: DraftShape, shape: DraftShape, resources: Resources
     ) -> Drafter:
         model = self.model(resources)
-        cache = self.cache(model, resources)
+        plan = model.layer_plan(self.settings.layers)
+        if plan is not None and resources.second is not None and self.config.offload.group_devices == 2:
+            plan = plan.on_two_devices()
+        cache: BoundedCache | SplitCache
+        if plan is not None and plan.remote and resources.second is not None:
+            cache = self._split_cache(model, resources, plan, resources.second)
+        else:
+            cache = self.cache(model, resources)
         resources.caches.append(cache)
         if self.of_target:
             resources.full.derived.append(cache)
-        plan = model.layer_plan(self.settings.layers)
-        plans = [plan, LayerPlan.whole(model.layers)] if plan and self.settings.calibrate else [plan]
+        plans = [plan, plan.in_turn()] if plan and self.settings.calibrate else [plan]
         # The cache lacks the last token, and where all was accepted perhaps the one before it.
         depth = shape_below.depth
         recurring = range(1, shape_below.size + 3) if depth else sorted({1, 2, shape.per_pass} - {0})
-        for each in plans:
+        for each in plans if isinstance(cache, BoundedCache) else ():
             model.prepare(cache, recurring, each)
         first_plan = plans[1] if len(plans) > 1 else None
         return self.drafter_class(
             self.name, model, cache, below, resources.sampling, plans[0], first_plan, shape_below=shape_below
         )
+
+    def _split_cache(
+        self, model: CausalModel, resources: Resources, plan: LayerPlan, second: SecondDevice
+    ) -> SplitCache:
+        """Builds the cache in two parts, each on the device that attends its layers."""
+        model.remote_blocks.take(second, sorted(plan.remote))
+        home = [layer for layer in range(model.layers) if layer not in plan.remote]
+        # A pass streams its segments to the first device alone, and both parts must be refreshed together.
+        level = type(self)(self.config.having("offload.refresh_from", "store"), self.settings)
+        with ExitStack() as closing:
+
+            def part(layers: Sequence[int], device: SecondDevice | None) -> BoundedCache:
+                seen: Any = ModelLayers.of(model, layers, device)
+                given = resources
+                if self.of_target:
+                    full: Any = SourceLayers(resources.full, layers, device)
+                    closing.callback(full.engine.close)
+                    given = replace(resources, full=full)
+                return level.cache(seen, given)
+
+            here = part(home, None)
+            with second.on_stream():
+                there = part(sorted(plan.remote), second)
+            close = closing.pop_all().close
+        return SplitCache(here, there, second, plan.remote, model.layers, close)
 
 
 class WindowLevel(ModelLevel):
@@ -111,7 +149,7 @@ class WindowLevel(ModelLevel):
             model.rotary_frequencies,
             sinks=draft.sinks,
             window=draft.window,
-            backend=full.backend,
+            backend=full.backend if self.of_target else choose_backend(model.rotary_frequencies.device),
             source=full if self.of_target else None,
             pool=resources.pool,
             local=None if self.of_target else LocalState(model.local_layers, full.backend),
@@ -226,7 +264,9 @@ class RetrievedLevel(ModelLevel):
         if retrieval.select == "mean_keys":
             return MeanKeyScores(full.layout, full.sequence.summaries)
         decay = DECAY if retrieval.select == "attention" else 1.0
-        return AttentionScores(full.layout, full.device, retrieval.chunk, decay, resources.pages)
+        # Where passes of the full cache take the attention mass.
+        device = resources.target.device
+        return AttentionScores(full.layout, device, retrieval.chunk, decay, resources.pages)
 
     def check_read(self, read_by: Config, page: int) -> None:
         (chunks, pages), (kept_chunks, kept_pages) = self.kept_means, kept_means(read_by)
