@@ -309,7 +309,8 @@ class Engine:
         loaded += self._shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
         remote_mlps = self.target.remote_mlps  # on the first of the other GPUs
         there = sum(block.weight_bytes for block in remote_mlps)
-        others = [(link.device, 0 if at else there) for at, link in enumerate(self._other_links)]
+        copies = sum(one.remote_blocks.weight_bytes for one in (self.target, self.draft) if one is not None)
+        others = [(link.device, 0 if at else there + copies) for at, link in enumerate(self._other_links)]
         hardware = usable_hardware(self.target.device, loaded - there, self.on_progress, others)
         host, kv = hardware.host, self._free_bytes + shared_tokens * self.store.layout.token_bytes
         host = replace(host, memory_bytes=host.memory_bytes + kv, lockable_bytes=host.lockable_bytes + kv)

@@ -23,6 +23,7 @@ from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.head_drafter import Heads
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Sampling
+from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
 from offload_rt.second_device import SecondDevice
@@ -98,6 +99,9 @@ class Rates(Protocol):
         Args:
             graph: the pass is launched as one CUDA graph.
         """
+
+    def step_on_two(self, shape: ModelShape, plan: LayerPlan, queries: int, entries: int) -> Cost:
+        """Returns the cost of such a pass by a plan on two devices."""
 
     def host_attention_ms(self, tokens: int, queries: int) -> float:
         """Returns the time in which the CPU attends `queries` tokens of the target over `tokens` of its KV.
@@ -208,6 +212,14 @@ class Level(ABC):
     def memory(self, sizes: Sizes) -> Memory:
         """Returns the bytes that it holds on the device that computes, by purpose."""
         return {}
+
+    def second_memory(self, sizes: Sizes) -> Memory:
+        """Returns the bytes that it holds on the second GPU, by purpose."""
+        return {}
+
+    def groups_on_two(self, sizes: Sizes) -> LayerPlan | None:
+        """Returns its plan of groups of layers on two devices; None: it has no groups that could be."""
+        return None
 
     def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
         """Returns the cost of one pass over `queries` tokens.

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from offload_rt.attention.backends import choose_backend
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES, BoundedCache
@@ -39,6 +39,8 @@ class ModelLevel(Level):
     """A model over a bounded cache."""
 
     drafter_class: type[ModelDrafter] = ModelDrafter
+    splits: ClassVar[bool] = True
+    """Its cache may be split by layers between two devices."""
 
     def model(self, resources: Resources) -> CausalModel:
         """Returns the model that it runs."""
@@ -67,7 +69,39 @@ class ModelLevel(Level):
         return SAME_MODEL_ACCEPTANCE if sizes is None else sizes.same_model_acceptance
 
     def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
-        return rates.step(self.running(rates.request, first), queries, self._seen(rates.request), graph=True)
+        sizes, plan = rates.request, self._on_two(rates.request)
+        if plan is None:
+            return rates.step(self.running(sizes, first), queries, self._seen(sizes), graph=True)
+        plan = plan.in_turn() if first and self.settings.calibrate else plan
+        return rates.step_on_two(self.shape(sizes), plan, queries, self._seen(sizes))
+
+    def groups_on_two(self, sizes: Sizes) -> LayerPlan | None:
+        shape = self.shape(sizes)
+        plan = LayerPlan.parse(self.settings.layers, shape.layers) if self.splits else None
+        plan = None if plan is None or shape.kinds.local else plan.on_two_devices()
+        return plan if plan is not None and plan.remote else None
+
+    def _on_two(self, sizes: Sizes) -> LayerPlan | None:
+        """Returns `groups_on_two` where that is what the config says."""
+        return self.groups_on_two(sizes) if self.config.offload.group_devices == 2 else None
+
+    def cache_bytes(self, sizes: Sizes) -> int:
+        """Returns the bytes of its cache for all layers."""
+        return 0
+
+    def _cache_here(self, sizes: Sizes) -> int:
+        """Returns the bytes of its cache on the first device."""
+        plan, layers = self._on_two(sizes), self.shape(sizes).layers
+        return self.cache_bytes(sizes) * (layers - (len(plan.remote) if plan else 0)) // layers
+
+    def second_memory(self, sizes: Sizes) -> Memory:
+        if (plan := self._on_two(sizes)) is None:
+            return {}
+        weights = len(plan.remote) * self.shape(sizes).attention_bytes
+        return {
+            "group_weights": weights,
+            "group_caches": self.cache_bytes(sizes) - self._cache_here(sizes),
+        }
 
     def running(self, sizes: Sizes, first: bool) -> ModelShape:
         """Returns the shape of the layers that a pass runs."""
@@ -85,7 +119,7 @@ class ModelLevel(Level):
     ) -> Drafter:
         model = self.model(resources)
         plan = model.layer_plan(self.settings.layers)
-        if plan is not None and resources.second is not None and self.config.offload.group_devices == 2:
+        if plan is not None and self.splits and self.config.offload.group_devices == 2:
             plan = plan.on_two_devices()
         cache: BoundedCache | SplitCache
         if plan is not None and plan.remote and resources.second is not None:
@@ -138,6 +172,9 @@ class WindowLevel(ModelLevel):
     def entries(self, sizes: Sizes) -> int:
         return self._window
 
+    def cache_bytes(self, sizes: Sizes) -> int:
+        return BoundedCache.nbytes(self.shape(sizes).layout(1), self._window)
+
     @property
     def _window(self) -> int:
         return self.config.draft.sinks + self.config.draft.window
@@ -179,8 +216,7 @@ class SmallModelLevel(WindowLevel):
 
     def memory(self, sizes: Sizes) -> Memory:
         shape = self.shape(sizes)
-        cache = BoundedCache.nbytes(shape.layout(1), self._window)
-        cache += sum(local_memory(shape, SPECULATIVE_ENTRIES).values())
+        cache = self._cache_here(sizes) + sum(local_memory(shape, SPECULATIVE_ENTRIES).values())
         return {"draft_weights": shape.weight_bytes, "draft_cache": cache}
 
 
@@ -192,7 +228,7 @@ class StreamingLevel(WindowLevel):
     of_target = True
 
     def memory(self, sizes: Sizes) -> Memory:
-        return {"streaming_cache": BoundedCache.nbytes(sizes.target.layout(1), self._window)}
+        return {"streaming_cache": self._cache_here(sizes)}
 
 
 class RetrievedLevel(ModelLevel):
@@ -212,12 +248,15 @@ class RetrievedLevel(ModelLevel):
 
     def memory(self, sizes: Sizes) -> Memory:
         target, tokens = sizes.target, sizes.context + sizes.new_tokens
-        buffers = 2 if sizes.refreshes_from_stream else 1  # one in use, one that is filled
-        memory = {"retrieved_caches": buffers * BoundedCache.nbytes(target.layout(1), self.entries(sizes))}
+        memory = {"retrieved_caches": self._cache_here(sizes)}
         if self.config.retrieval.select != "mean_keys":
             chunks = tokens // self.config.retrieval.chunk
             memory["scores"] = AttentionScores.nbytes(target.layout(1), target.heads, chunks)
         return memory
+
+    def cache_bytes(self, sizes: Sizes) -> int:
+        buffers = 2 if sizes.refreshes_from_stream else 1  # one in use, one that is filled
+        return buffers * BoundedCache.nbytes(sizes.target.layout(1), self.entries(sizes))
 
     def refresh(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
         sizes, retrieval, target = rates.request, self.config.retrieval, rates.request.target
@@ -296,6 +335,7 @@ class SharedLevel(ModelLevel):
     rank = 70
     of_target = True
     drafts_on_host = True
+    splits = False  # the CPU attends it
 
     def memory(self, sizes: Sizes) -> Memory:
         return {"shared_cache": SharedCache.nbytes_of(sizes.target.layout(self.config.store.page))}
