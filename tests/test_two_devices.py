@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import CPU, DEVICES, PROMPT, engine_overrides, link_to, other_gpu, passes_of
+from small_engine import CPU, CUDA, PROMPT, engine_overrides, link_to, other_gpu, passes_of
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -80,24 +80,23 @@ def generated(
     target, draft = copy.deepcopy(deep).to(device), copy.deepcopy(small).to(device)
     given = draft if level["model"] == "draft" else None
     with LLM.from_models(target, given, config="retrieval", overrides=overrides, **links) as llm:
-        result = llm.generate(PROMPT, SamplingParams(max_tokens=COUNT))
+        result = llm.generate(PROMPT[:100], SamplingParams(max_tokens=8))
         second = llm.engine._second
         assert second is not None
         levels = [(one.proposed, one.accepted) for one in result.levels]
         return result.tokens, levels, second.exchanges
 
 
-@DEVICES
+CASES = [
+    *(("draft", 2, "chain"), ("draft", 3, "grown:8"), ("draft", 4, "chain")),
+    *(("target", 2, "grown:8"), ("target", 3, "chain"), ("target", 4, "grown:8")),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "size", "draft"),
-    [
-        ("draft", 2, "chain"),
-        ("draft", 3, "grown:8"),
-        ("draft", 4, "chain"),
-        ("target", 2, "grown:8"),
-        ("target", 3, "chain"),
-        ("target", 4, "grown:8"),
-    ],
+    ("device", "model", "size", "draft"),
+    [(CPU, *case) for case in CASES]
+    + [pytest.param(CUDA, *case, marks=pytest.mark.gpu) for case in (CASES[1], CASES[3])],
 )
 def test_two_devices_write_what_one_does(
     deep: PreTrainedModel,

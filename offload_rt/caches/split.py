@@ -15,9 +15,8 @@ from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import DerivedCache, NewTokens, VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
+from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.local_history import LocalLayers
-from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
 from offload_rt.second_device import SecondDevice
 
@@ -48,6 +47,8 @@ class SplitCache(DerivedCache):
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.home, self.there, self.remote = home, there, remote
+        # Those of both are alike, as the same tokens are kept and forgotten.
+        self.speculative, self.local = home.speculative, home.local
         self._second = second
         self._layers = [layer for layer in range(layers) if layer not in remote], sorted(remote)
         self._places = {layer: place for part in self._layers for place, layer in enumerate(part)}
@@ -60,14 +61,6 @@ class SplitCache(DerivedCache):
             work(self.there)
 
     # As the cache of a pass.
-
-    @property
-    def local(self) -> LocalState:
-        return self.home.local
-
-    @property
-    def speculative(self) -> SpeculativeTokens:
-        return self.home.speculative
 
     @property
     def verified_length(self) -> int:
@@ -116,7 +109,7 @@ class SplitCache(DerivedCache):
 
     @property
     def mass_chunk(self) -> int | None:  # type: ignore[override]
-        return self.home.mass_chunk  # type: ignore[attr-defined, no-any-return]
+        return self.home.mass_chunk
 
     def build(self, queries: Tensor) -> None:
         parts = iter([queries.index_select(0, numbers) for numbers in self._numbers])
@@ -185,7 +178,8 @@ class SourceLayers:
 
     @property
     def scale(self) -> float:
-        return self._full.scale
+        scale: float = self._full.scale
+        return scale
 
 
 class _GatheringEngine(TransferEngine):

@@ -119,11 +119,12 @@ class ModelLevel(Level):
     ) -> Drafter:
         model = self.model(resources)
         plan = model.layer_plan(self.settings.layers)
-        if plan is not None and self.splits and self.config.offload.group_devices == 2:
+        second = resources.second if self.splits and self.config.offload.group_devices == 2 else None
+        if plan is not None and second is not None:
             plan = plan.on_two_devices()
         cache: BoundedCache | SplitCache
-        if plan is not None and plan.remote and resources.second is not None:
-            cache = self._split_cache(model, resources, plan, resources.second)
+        if plan is not None and plan.remote and second is not None:
+            cache = self._split_cache(model, resources, plan, second)
         else:
             cache = self.cache(model, resources)
         resources.caches.append(cache)
@@ -133,8 +134,9 @@ class ModelLevel(Level):
         # The cache lacks the last token, and where all was accepted perhaps the one before it.
         depth = shape_below.depth
         recurring = range(1, shape_below.size + 3) if depth else sorted({1, 2, shape.per_pass} - {0})
-        for each in plans if isinstance(cache, BoundedCache) else ():
-            model.prepare(cache, recurring, each)
+        if isinstance(cache, BoundedCache):
+            for each in plans:
+                model.prepare(cache, recurring, each)
         first_plan = plans[1] if len(plans) > 1 else None
         return self.drafter_class(
             self.name, model, cache, below, resources.sampling, plans[0], first_plan, shape_below=shape_below

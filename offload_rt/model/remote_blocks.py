@@ -92,5 +92,9 @@ class RemotePass:
             return there
         positions, rotation = self._given["position_ids"], self._given["position_embeddings"]
         there, positions, *rotation = self._second.send(hidden, positions, *rotation)
-        self._arguments = self._given | {"position_ids": positions, "position_embeddings": tuple(rotation)}
+        self._arguments = {
+            **self._given,
+            "position_ids": positions,
+            "position_embeddings": tuple(rotation),
+        }
         return there
