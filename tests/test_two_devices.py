@@ -109,7 +109,7 @@ def test_two_devices_write_what_one_does(
 ) -> None:
     level = {"model": model, "cache": LEVELS[model], "layers": f"groups:{size}", "draft": draft}
     passes = passes_of(monkeypatch)
-    one = generated(deep, small, device, level, 1)
+    one = generated(deep, small, CPU, level, 1)
     assert one[2] == 0 and not any(plan.remote for _, plan in passes if plan is not None)
     passes.clear()
     two = generated(deep, small, device, level, 2)
