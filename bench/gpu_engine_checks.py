@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from bench import machine, two_devices
-from bench.gpu_checks import ALLOWED_ERROR, BULK_BYTES, HEAD_DIM, LONGEST_WAIT_MS, Given, behind, linked
+from bench import machine
+from bench.gpu_checks import BULK_BYTES, HEAD_DIM, LONGEST_WAIT_MS, Given, behind, linked
 from bench.random_models import random_model, random_prompt
 from bench.recorded_text import RecordedText
 from bench.results import Row
@@ -225,14 +225,3 @@ def two_gpus(given: Given) -> Iterator[Row]:
     yield {"equal_tokens": equal, "tokens": len(found[0])}
     if equal < len(found[0]):
         yield {"failed": f"with two GPUs {len(found[0]) - equal} of {len(found[0])} tokens differ"}
-
-
-def groups(given: Given) -> Iterator[Row]:
-    """Times draft passes with groups of layers on one GPU and on two; fails if their logits differ."""
-    if torch.cuda.device_count() < 2:
-        yield {"skipped": "there is one GPU"}
-        return
-    case = two_devices.Case(hidden=2048, intermediate=4096, entries=given.sizes.drafted_entries)
-    yield {"passes": (rows := list(two_devices.measured(given.device, case)))}
-    if worst := [row["layers"] for row in rows if not row["difference"] < ALLOWED_ERROR]:
-        yield {"failed": f"two GPUs compute other logits than one: {', '.join(worst)}"}

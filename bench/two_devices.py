@@ -72,10 +72,10 @@ def random_draft(case: Case, device: torch.device, dtype: torch.dtype) -> Causal
         vocab_size=512,
         max_position_embeddings=4 * case.entries,
     )
-    with torch.random.fork_rng(), torch.device(device):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module: Any = LlamaForCausalLM(config)
-        return CausalModel(module.to(dtype).eval(), "random draft")
+    return CausalModel(module.to(device, dtype).eval(), "random draft")
 
 
 def _filled(model: Any, case: Case, layers: Sequence[int]) -> StreamingCache:
