@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bench import arguments as args
+from bench import two_devices
 from bench.acceptance import CACHES, small_caches
 from bench.arguments import say
 from bench.continued import BUDGET_SHARE, Continued
@@ -250,6 +251,16 @@ def layers(study: Continued) -> list[Row]:
     return rows
 
 
+def devices(study: Continued) -> Iterator[Row]:
+    """Layers in groups on two devices.
+
+    EasySpec, on a random model of 8 layers: a pass with all layers in turn, with groups on one device, and
+    with their attention blocks shared out over two, which are two cores or two GPUs; `share` is two over one.
+    """
+    case = two_devices.QUICK if study.sizes.context < Sizes.context else two_devices.Case()
+    yield from two_devices.measured(study.target.device, case)
+
+
 @torch.inference_mode()
 def _likeness(study: Continued) -> dict[str, float]:
     """Mean cosine similarity of the last hidden states to the exact ones, by order of layers."""
@@ -305,6 +316,7 @@ PARTS = {
     "sources": sources,
     "shapes": shapes,
     "layers": layers,
+    "devices": devices,
     "ceiling": ceilings,
 }
 PAPER = Study(

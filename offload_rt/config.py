@@ -268,6 +268,9 @@ class OffloadConfig:
     # second buffer on the GPU, or from the `store`, gathered between two passes; `auto`: as planned, and from
     # the stream where nothing is planned.
     refresh_from: RefreshFrom = "auto"
+    # GPUs that run the attention blocks of layers in groups side by side (EasySpec), each with the KV of its
+    # own; 0: as planned, and one where nothing is planned.
+    group_devices: Annotated[int, 0, 2] = 0
 
     @property
     def refreshes_from_stream(self) -> bool:

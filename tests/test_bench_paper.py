@@ -83,6 +83,18 @@ def test_shapes_and_theory(tables: dict[str, list[dict[str, Any]]]) -> None:
     assert expected_of("sequoia:2", 2, 0.5) == pytest.approx(1 + 0.5 + max(0.5 * 0.5, 0.5 * LATER_CHOICES[0]))
 
 
+def test_groups_on_two_devices_compute_the_same(tables: dict[str, list[dict[str, Any]]]) -> None:
+    rows = {row["layers"]: row for row in tables["devices"]}
+    assert {name: row["exchanges"] for name, row in rows.items()} == {
+        "pairs": 3,
+        "groups:2": 2,
+        "groups:3": 2,
+        "groups:4": 2,
+    }
+    assert rows["pairs"]["groups"] == [[0], [1, 2], [3, 4], [5, 6], [7]]
+    assert all(row["difference"] == 0 and row["share"] > 0 for row in rows.values())
+
+
 def test_approximate_layers_cost_acceptance(tables: dict[str, list[dict[str, Any]]]) -> None:
     chains = [row for row in tables["layers"] if row["draft"] == "chain@8"]
     accepted = {(row["layers"], row["calibrated"]): row["accepted"] for row in chains}

@@ -22,15 +22,40 @@ class LayerPlan:
         groups: layers in order.
         no_attention, no_mlp: layers whose attention or MLP block is left out (Draft & Verify,
             arXiv 2309.08168).
+        remote: layers whose attention block runs on the second device, where their KV is. Everything else
+            runs on the first.
     """
 
     groups: tuple[tuple[int, ...], ...]
     no_attention: frozenset[int] = frozenset()
     no_mlp: frozenset[int] = frozenset()
+    remote: frozenset[int] = frozenset()
 
     def exact(self, layer: int) -> bool:
         """Returns whether no block of the layer is left out."""
         return layer not in self.no_attention and layer not in self.no_mlp
+
+    @property
+    def exchanges(self) -> int:
+        """Number of times that a pass sends hidden states to the second device and waits for its results."""
+        return sum(not self.remote.isdisjoint(group) for group in self.groups)
+
+    def on_two_devices(self) -> LayerPlan:
+        """Returns the plan with the attention blocks of each group shared out over two devices, by layer.
+
+        The second device has the last layers of a group, and of an odd number the larger half: the first one
+        runs the MLP blocks too, in order, and those of its own layers before any result is needed. A group is
+        one exchange. Were the MLP blocks replicated, the second device would have the next group's input
+        without being sent it, but it would have to be sent the first one's attention outputs instead: as
+        many exchanges, for all weights and for the KV of the layers that are alone, twice.
+        """
+        remote = (layer for group in self.groups for layer in group[len(group) // 2 :] if len(group) > 1)
+        return replace(self, remote=frozenset(remote))
+
+    def in_turn(self) -> LayerPlan:
+        """Returns the plan of all layers in turn, each attended where this plan keeps its KV."""
+        layers = sum(map(len, self.groups))
+        return replace(LayerPlan.whole(layers), remote=self.remote)
 
     @classmethod
     def whole(cls, layers: int) -> LayerPlan:

@@ -70,6 +70,11 @@ class Plan:
         return self.predicted.ms_per_token if self.predicted else inf
 
     @property
+    def group_devices(self) -> int:
+        """Number of devices that attention blocks of layers in groups run on; 0 without such groups."""
+        return max(1, self.request.config.offload.group_devices) if self.request.groups else 0
+
+    @property
     def late_resident_tokens(self) -> int:
         """Number of the first GPU's resident tokens that are loaded after the prefill."""
         return 0 if self.request.in_place else self.request.late_tokens(self.placement.resident_tokens)
@@ -123,6 +128,7 @@ class Plan:
                 "late_resident_tokens": self.late_resident_tokens,
                 "other_gpus": [asdict(gpu) for gpu in placement.gpus],
                 "remote_mlps": request.remote_mlps,
+                "group_devices": self.group_devices,
             },
             "memory": {"gpus": self.gpus, "host": self.host},
             "predicted": asdict(self.predicted) if self.predicted else unknown,
@@ -136,6 +142,8 @@ def plan(request: PlanRequest) -> Plan:
     ways = [request]
     if request.retrieves and not request.in_place and request.config.offload.refresh_from == "auto":
         ways = [request.having("offload.refresh_from", place) for place in ("store", "stream")]
+    if request.config.offload.group_devices == 0 and request.groups:
+        ways = [one.having("offload.group_devices", devices) for devices in (1, 2) for one in ways]
     # A smaller retrieved cache would draft worse, which no figure here tells.
     return min(
         map(_plan, ways),
