@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import CPU, CUDA, PROMPT, engine_overrides, link_to, other_gpu, passes_of
+from emulated_gpu import DEFAULT_STREAMS, Piece, Stream
+from small_engine import CPU, CUDA, PROMPT, engine_overrides, link_to, other_gpu
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,6 +24,7 @@ from offload_rt.caches.streaming import StreamingCache
 from offload_rt.drafting.model_drafter import SmallModelDrafter
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, named_hardware
+from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.passes import PassInput
@@ -70,31 +72,59 @@ def test_the_second_device_has_the_last_layers_of_a_group(
     assert LayerPlan.whole(LAYERS).on_two_devices() == LayerPlan.whole(LAYERS)
 
 
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LayerPlan, Tensor]]:
+    """Plans of all passes in groups from here on, and their logits."""
+    passes: list[tuple[LayerPlan, Tensor]] = []
+    forward = CausalModel.forward
+
+    def noted(model: Any, parts: Any, plan: LayerPlan | None = None) -> Any:
+        outputs = forward(model, parts, plan)
+        passes.extend((plan, one.logits) for one in outputs if plan is not None)
+        return outputs
+
+    monkeypatch.setattr(CausalModel, "forward", noted)
+    monkeypatch.setattr(GraphedModel, "LONGEST", 0)  # it runs what it would replay
+    return passes
+
+
+@pytest.fixture
+def stray(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
+    """Kernels in the default stream of the second emulated GPU, which the exchanges do not follow."""
+    stream, kernels = DEFAULT_STREAMS[1], list[Piece]()
+
+    def noted(piece: Piece) -> None:
+        kernels.extend([piece] if piece.kernel else ())
+        Stream.put(stream, piece)
+
+    monkeypatch.setattr(stream, "put", noted)
+    return kernels
+
+
 def generated(
     deep: PreTrainedModel, small: PreTrainedModel, device: torch.device, level: dict[str, Any], devices: int
-) -> tuple[list[int], list[tuple[int, int]], int]:
-    """Tokens, what each level proposed and accepted, and exchanges."""
+) -> tuple[list[int], int]:
+    """Tokens and exchanges."""
     keys = {"speculation.levels": [level], "offload.group_devices": devices}
     overrides = engine_overrides(refresh_from="store", ahead=0) | keys
     links: dict[str, Any] = {"link": link_to(device), "other_links": [link_to(other_gpu(device))]}
     target, draft = copy.deepcopy(deep).to(device), copy.deepcopy(small).to(device)
     given = draft if level["model"] == "draft" else None
     with LLM.from_models(target, given, config="retrieval", overrides=overrides, **links) as llm:
-        result = llm.generate(PROMPT[:100], SamplingParams(max_tokens=8))
         second = llm.engine._second
+        result = llm.generate(PROMPT[:100], SamplingParams(max_tokens=8))
         assert second is not None
-        levels = [(one.proposed, one.accepted) for one in result.levels]
-        return result.tokens, levels, second.exchanges
+        return result.tokens, second.exchanges
 
 
 CASES = [
-    *(("draft", 2, "chain"), ("draft", 3, "grown:8"), ("draft", 4, "chain")),
-    *(("target", 2, "grown:8"), ("target", 3, "chain"), ("target", 4, "grown:8")),
+    *(("draft", 2, "chain", False), ("draft", 3, "grown:8", False), ("draft", 4, "chain", False)),
+    *(("target", 2, "grown:8", False), ("target", 3, "chain", True), ("target", 4, "grown:8", True)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("device", "model", "size", "draft"),
+    ("device", "model", "size", "draft", "packed"),
     [(CPU, *case) for case in CASES]
     + [pytest.param(CUDA, *case, marks=pytest.mark.gpu) for case in (CASES[1], CASES[3])],
 )
@@ -105,18 +135,25 @@ def test_two_devices_write_what_one_does(
     model: str,
     size: int,
     draft: str,
-    monkeypatch: pytest.MonkeyPatch,
+    packed: bool,
+    drafted: list[tuple[LayerPlan, Tensor]],
+    stray: list[Piece],
 ) -> None:
     level = {"model": model, "cache": LEVELS[model], "layers": f"groups:{size}", "draft": draft}
-    passes = passes_of(monkeypatch)
-    one = generated(deep, small, CPU, level, 1)
-    assert one[2] == 0 and not any(plan.remote for _, plan in passes if plan is not None)
-    passes.clear()
-    two = generated(deep, small, device, level, 2)
-    assert two[:2] == one[:2]
+    if packed:
+        deep = copy.deepcopy(deep).to(torch.bfloat16)
+    one, exchanges = generated(deep, small, device, level, 1)
+    assert exchanges == 0 and not any(plan.remote for plan, _ in drafted)
+    expected = [logits for _, logits in drafted]
+    drafted.clear()
+    of_link = len(stray)
+    two, exchanges = generated(deep, small, device, level, 2)
+    assert two == one and len(drafted) == len(expected) and len(stray) == 2 * of_link
+    # A wrong draft costs acceptance alone: so each pass is compared.
+    for (_, logits), whole in zip(drafted, expected, strict=True):
+        torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
     # One for each group of a pass, and in a calibrating pass for each layer that is there.
-    plans = [plan for _, plan in passes if plan is not None]
-    assert two[2] == sum(plan.exchanges for plan in plans) >= len(plans)
+    assert exchanges == sum(plan.exchanges for plan, _ in drafted) >= len(drafted)
 
 
 def split_cache(model: CausalModel, second: SecondDevice, plan: LayerPlan, window: int) -> SplitCache:

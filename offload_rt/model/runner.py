@@ -275,14 +275,14 @@ class CausalModel:
 
     @torch.inference_mode()
     def _check_blocks(self, text: str) -> None:
-        """Checks that a layer run block by block gives the same as the whole layer."""
-        first = LayerPlan(((0,),))
-        whole = self._probed(_Probe(self), first)
+        """Checks that a layer run block by block adds to its input what the whole layer does."""
+        first, probe = LayerPlan(((0,),)), _Probe(self)
+        whole = self._probed(probe, first)
         try:
             blocks = self._probed(_Probe(self), first, by_blocks=True)
         except (AttributeError, TypeError) as error:
             raise UsageError(f"layers {text!r}: {self.name} cannot be run block by block: {error}") from error
-        if not torch.allclose(whole, blocks, rtol=1e-2, atol=1e-3):
+        if not computes_the_same(self.embed(probe.tokens), whole, blocks):
             raise UsageError(
                 f"layers {text!r}: {self.name} ({kind_of(self.module)}) does more in a layer than attention "
                 "and an MLP, each added to its input; use layers all"
