@@ -139,9 +139,15 @@ def test_two_devices_write_what_one_does(
     drafted: list[tuple[LayerPlan, Tensor]],
     stray: list[Piece],
 ) -> None:
-    level = {"model": model, "cache": LEVELS[model], "layers": f"groups:{size}", "draft": draft}
+    level: dict[str, Any] = {
+        "model": model,
+        "cache": LEVELS[model],
+        "layers": f"groups:{size}",
+        "draft": draft,
+    }
     if packed:
         deep = copy.deepcopy(deep).to(torch.bfloat16)
+        level["calibrate"] = False  # layers in turn run by other kernels on one CPU, which round otherwise
     one, exchanges = generated(deep, small, device, level, 1)
     assert exchanges == 0 and not any(plan.remote for plan, _ in drafted)
     expected = [logits for _, logits in drafted]
