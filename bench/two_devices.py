@@ -1,4 +1,4 @@
-"""A draft pass with its groups of layers on two devices, timed beside one device: `paper --parts devices`.
+"""A draft pass with its groups of layers on two devices, timed beside one device.
 
 On a CPU a device is a core: two threads with one core each stand for two devices. On two GPUs they are those.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bench.results import Row
 from cpu_kv import CpuLink, CudaLink
@@ -27,55 +27,43 @@ from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
 from offload_rt.second_device import SecondDevice
 
+PLANS = ("groups:2@1", "groups:2", "groups:3", "groups:4")
+"""EasySpec's alignment leaves layers 1 and 6 of eight alone, too; from layer 1 on, groups are full."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """A random draft model and its cache, so long that attention takes most of a pass.
+    """Passes over a full cache.
 
     Attributes:
-        entries: of the cache, which is full.
+        entries: of the cache.
         tokens: of a pass.
         repeats: passes of each form, in turn.
     """
 
-    layers: int = 8
-    hidden: int = 256
-    intermediate: int = 512
-    entries: int = 16384
+    entries: int
     tokens: int = 8
     repeats: int = 21
 
 
-QUICK = Case(hidden=64, intermediate=64, entries=64, repeats=2)
-SIZES = (2, 3, 4)
-
-
-def plans(layers: int) -> dict[str, LayerPlan]:
-    """Plans to compare: `groups:N`, and pairs of all layers but the first and the last.
-
-    EasySpec aligns groups at multiples of N, which leaves layers 1 and 6 of eight alone.
-    """
-    found = {f"groups:{size}": LayerPlan.parse(f"groups:{size}", layers) for size in SIZES}
-    pairs = [tuple(range(at, min(at + 2, layers - 1))) for at in range(1, layers - 1, 2)]
-    paired = {"pairs": LayerPlan(((0,), *pairs, (layers - 1,)))}
-    return paired | {name: plan for name, plan in found.items() if plan is not None}
-
-
-def random_draft(case: Case, device: torch.device, dtype: torch.dtype) -> CausalModel:
-    """A Llama with random weights."""
+def random_draft(
+    device: torch.device, dtype: torch.dtype = torch.float32, hidden: int = 256
+) -> PreTrainedModel:
+    """A Llama of 8 layers with random weights: MLPs twice as wide as hidden states, heads of 64."""
     config: Any = LlamaConfig(
-        hidden_size=case.hidden,
-        intermediate_size=case.intermediate,
-        num_hidden_layers=case.layers,
-        num_attention_heads=case.hidden // 64,
-        num_key_value_heads=case.hidden // 64,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=8,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
         vocab_size=512,
-        max_position_embeddings=4 * case.entries,
+        max_position_embeddings=262_144,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module: Any = LlamaForCausalLM(config)
-    return CausalModel(module.to(device, dtype).eval(), "random draft")
+    drafting: PreTrainedModel = module.to(device, dtype).eval()
+    return drafting
 
 
 def _filled(model: Any, case: Case, layers: Sequence[int]) -> StreamingCache:
@@ -113,11 +101,8 @@ class _Form:
 
 
 @contextmanager
-def second_device(home: torch.device) -> Iterator[SecondDevice | None]:
-    """Another core or another GPU; None: there is no other GPU."""
-    if home.type == "cuda" and torch.cuda.device_count() < 2:
-        yield None
-        return
+def second_device(home: torch.device) -> Iterator[SecondDevice]:
+    """Another core or another GPU."""
     link = CpuLink() if home.type == "cpu" else CudaLink(torch.device("cuda", 1 - (home.index or 0)))
     second = SecondDevice(home, link, threads=1)
     try:
@@ -128,47 +113,49 @@ def second_device(home: torch.device) -> Iterator[SecondDevice | None]:
 
 
 @torch.inference_mode()
-def measured(home: torch.device, case: Case, names: Sequence[str] = ()) -> Iterator[Row]:
+def measured(module: PreTrainedModel, case: Case, names: Sequence[str] = PLANS) -> Iterator[Row]:
     """Yields the median times of a pass on one device and on two, taken in turn, and what it exchanges.
 
+    Yields nothing where there is no second GPU beside the first.
+    Where other programs take the cores, the CPU times tell what the first device would have waited for.
+
     Args:
-        names: of `plans`; empty: all.
+        module: a transformers model.
+        names: plans of groups, see `LayerPlan.parse`.
     """
-    dtype = torch.float32 if home.type == "cpu" else torch.bfloat16
-    with second_device(home) as second, torch_threads(1 if home.type == "cpu" else None):
-        if second is None:
-            return
-        model = random_draft(case, home, dtype)
-        whole = _filled(model, case, range(case.layers))
-        for name, plan in plans(case.layers).items():
-            if names and name not in names:
-                continue
+    on_cpu = module.device.type == "cpu"
+    if not on_cpu and torch.cuda.device_count() < 2:
+        return
+    with second_device(module.device) as second, torch_threads(1 if on_cpu else None):
+        model = CausalModel(module, "draft")
+        whole = _filled(model, case, range(model.layers))
+        alone = _Form(model, whole, LayerPlan.whole(model.layers), case.tokens)
+        for name in names:
+            plan = model.layer_plan(name)
+            assert plan is not None
             shared = plan.on_two_devices()
-            model.remote_blocks.take(second, sorted(shared.remote))
             split = _split(model, case, second, shared)
             forms = _Form(model, whole, plan, case.tokens), _Form(model, split, shared, case.tokens)
-            alone = _Form(model, whole, LayerPlan.whole(case.layers), case.tokens)
-            computed = [form.logits() for form in forms]
-            before = second.exchanges
-            turns = [[form() for form in (alone, *forms)] for _ in range(case.repeats + 2)][2:]
+            one_logits, two_logits = (form.logits() for form in forms)
+            turns = [[form() for form in (alone, *forms)] for _ in range(case.repeats + 1)][1:]
             in_turn, one, two = (
                 [median(column) for column in zip(*of_form, strict=True)]
                 for of_form in zip(*turns, strict=True)
             )
             row: Row = {"layers": name, "groups": [list(group) for group in plan.groups]}
             row |= {"in_turn_ms": in_turn[0], "one_device_ms": one[0], "two_devices_ms": two[0]}
-            row |= {"share": two[0] / one[0], "exchanges": (second.exchanges - before) / (case.repeats + 2)}
-            apart = (computed[0] - computed[1]).abs().max() / computed[0].abs().max()
-            row |= {"difference": float(apart)}  # of the logits, over the largest one
-            # Where other programs take the cores, these times say what the first would have waited for.
-            yield row | {"one_cpu_ms": one[1], "first_cpu_ms": two[1], "second_cpu_ms": two[2] - two[1]}
+            row |= {"share": two[0] / one[0], "exchanges": shared.exchanges}
+            # Of the logits, over the largest one.
+            row |= {"difference": float((one_logits - two_logits).abs().max() / one_logits.abs().max())}
+            cpu_ms = {"one_cpu_ms": one[1], "first_cpu_ms": two[1], "second_cpu_ms": two[2] - two[1]}
+            yield row | cpu_ms if on_cpu else row
         model.restore()
 
 
 def _split(model: CausalModel, case: Case, second: SecondDevice, plan: LayerPlan) -> SplitCache:
-    home = [layer for layer in range(case.layers) if layer not in plan.remote]
+    model.remote_blocks.take(second, remote := sorted(plan.remote))
+    home = [layer for layer in range(model.layers) if layer not in plan.remote]
     here = _filled(ModelLayers.of(model, home, None), case, home)
-    remote = sorted(plan.remote)
     with second.on_stream():
         there = _filled(ModelLayers.of(model, remote, second), case, remote)
-    return SplitCache(here, there, second, plan.remote, case.layers)
+    return SplitCache(here, there, second, plan.remote, model.layers)

@@ -68,6 +68,7 @@ class LayerPlan:
 
         `groups:N`: the first and the last layer alone, groups of `N` between them, aligned so that full ones
         come first from layer `N` on, as in EasySpec (32 layers and N = 4: 1-3, 4-7, ..., 28-30).
+        `groups:N@F`: aligned so that full ones begin at layer `F` (32 layers and `4@1`: 1-4, ..., 29-30).
         `skip:5,7a,9m`: without layer 5, the attention of layer 7 and the MLP of layer 9.
 
         Raises:
@@ -76,11 +77,12 @@ class LayerPlan:
         kind, _, given = text.partition(":")
         if text == EXACT:
             return None
-        if kind == "groups" and given.isdecimal() and int(given) >= 1:
-            return cls(_groups(layers, int(given)))
+        size, at, first = given.partition("@")
+        if kind == "groups" and size.isdecimal() and int(size) >= 1 and first.isdecimal() == bool(at):
+            return cls(_groups(layers, int(size), int(first or size)))
         if kind == "skip" and given:
             return cls._skipping(text, given.split(","), layers)
-        raise UsageError(f"layers {text!r}: write all, groups:N (N at least 1) or skip:5,7a,9m")
+        raise UsageError(f"layers {text!r}: write all, groups:N or groups:N@F (N at least 1) or skip:5,7a,9m")
 
     @classmethod
     def _skipping(cls, text: str, blocks: list[str], layers: int) -> LayerPlan:
@@ -118,8 +120,9 @@ def skipping(blocks: Collection[str]) -> str:
     return f"skip:{','.join(named)}" if named else EXACT
 
 
-def _groups(layers: int, size: int) -> tuple[tuple[int, ...], ...]:
+def _groups(layers: int, size: int, first: int) -> tuple[tuple[int, ...], ...]:
     inner = range(1, layers - 1)
-    grouped = [tuple(layer for layer in inner if layer // size == at) for at in range(layers // size + 1)]
+    numbers = sorted({(layer - first) // size for layer in inner})
+    grouped = [tuple(layer for layer in inner if (layer - first) // size == number) for number in numbers]
     last = [(layers - 1,)] if layers > 1 else []
-    return ((0,), *(group for group in grouped if group), *last)
+    return ((0,), *grouped, *last)
