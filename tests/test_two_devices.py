@@ -240,6 +240,9 @@ def test_the_layer_of_a_nan_is_found_on_either_device(deep: PreTrainedModel, sec
     model.restore()
 
 
+FROM_STORE: dict[str, Any] = {"offload.refresh_from": "store"}
+
+
 def request(devices: int = 0, gpus: int = 2, link: float = 1.0, **sizes: object) -> PlanRequest:
     level = {"model": "target", "cache": "retrieved", "layers": "groups:4"}
     keys = {"speculation.levels": [level], "offload.group_devices": devices, "speculation.gamma2": 6}
@@ -249,11 +252,14 @@ def request(devices: int = 0, gpus: int = 2, link: float = 1.0, **sizes: object)
 
 
 def test_the_plan_counts_exchanges_and_copies() -> None:
-    one, two = request(1), request(2)
+    store = {"offload.refresh_from": "store"}
+    one, two = request(1, **store), request(2)
     (plan,) = two.groups
     shape = two.target
     assert plan.exchanges == 10 and len(plan.remote) == 20
     there, here = gpu_memory(two, 1), gpu_memory(two, 0)
+    streamed = [request(devices, **{"offload.refresh_from": "stream"}) for devices in (1, 2)]
+    assert [one.refreshes_from_stream for one in streamed] == [True, False]  # a pass streams to one GPU
     assert there["group_weights"] == 20 * shape.attention_bytes == 20 * 4 * shape.hidden**2 * 2
     assert there["group_caches"] + here["retrieved_caches"] == gpu_memory(one, 0)["retrieved_caches"]
     assert there["group_caches"] > 0 and "group_weights" not in gpu_memory(one, 1)
@@ -264,7 +270,7 @@ def test_two_devices_are_planned_where_they_gain() -> None:
     times = [form.ms_per_token for form in forms]
     assert times[0] == min(times[1:]) and forms[0].group_devices == 1 + (times[2] < times[1])
     # Launches that no graph hides are what speaks against it: without them, the second GPU pays.
-    free = request()
+    free = request(**FROM_STORE)  # a pass would stream to one GPU alone
     gpus = tuple(replace(gpu, launch_ms=0.0, memory_rate=100.0) for gpu in free.hardware.gpus)
     chosen = planned(replace(free, hardware=replace(free.hardware, gpus=gpus)))
     assert chosen.group_devices == 2 and any("GPU 1 runs its share" in one for one in chosen.assumptions)

@@ -91,7 +91,11 @@ class PlanRequest:
     @property
     def refreshes_from_stream(self) -> bool:
         """A refresh of the retrieved cache takes its entries from a pass, into a second buffer."""
-        return not self.in_place and self.config.offload.refreshes_from_stream
+        offload = self.config.offload
+        split = offload.group_devices == 2 and any(
+            isinstance(level, RetrievedLevel) and level.groups_on_two(self) for level in self.levels
+        )
+        return not self.in_place and not split and offload.refreshes_from_stream
 
     @property
     def ring_bytes(self) -> int:
