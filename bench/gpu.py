@@ -45,6 +45,7 @@ CHECKS: dict[str, Callable[[Given], Iterable[Row]]] = {
     "cpu-share": gpu_engine_checks.cpu_share,
     "drafting": gpu_engine_checks.drafting,
     "two-gpus": gpu_engine_checks.two_gpus,
+    "groups": gpu_engine_checks.groups,
 }
 
 

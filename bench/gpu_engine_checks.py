@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from bench import machine
-from bench.gpu_checks import BULK_BYTES, HEAD_DIM, LONGEST_WAIT_MS, Given, behind, linked
-from bench.random_models import random_model, random_prompt
+from bench import machine, two_devices
+from bench.gpu_checks import ALLOWED_ERROR, BULK_BYTES, HEAD_DIM, LONGEST_WAIT_MS, Given, behind, linked
+from bench.random_models import SHAPES, random_model, random_prompt
 from bench.recorded_text import RecordedText
 from bench.results import Row
 from bench.rounds import Recorded, busy, figures, length, on_lane
@@ -225,3 +225,17 @@ def two_gpus(given: Given) -> Iterator[Row]:
     yield {"equal_tokens": equal, "tokens": len(found[0])}
     if equal < len(found[0]):
         yield {"failed": f"with two GPUs {len(found[0]) - equal} of {len(found[0])} tokens differ"}
+
+
+def groups(given: Given) -> Iterator[Row]:
+    """Times drafts with groups of layers on one GPU and on two; fails if their logits differ."""
+    if torch.cuda.device_count() < 2:
+        yield {"skipped": "there is one GPU"}
+        return
+    sizes = given.sizes
+    model = two_devices.random_draft(given.device, torch.bfloat16, SHAPES[sizes.shape].hidden)
+    case = two_devices.Case(sizes.drafted_entries, repeats=sizes.steps)
+    rows = list(two_devices.measured(model, case, ("groups:2@1", "groups:4")))
+    yield {"passes": rows, "largest_difference": max(row["difference"] for row in rows)}
+    if worst := [row["layers"] for row in rows if not row["difference"] < ALLOWED_ERROR]:
+        yield {"failed": f"two GPUs compute other logits than one: {', '.join(worst)}"}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bench import arguments as args
+from bench import two_devices
 from bench.acceptance import CACHES, small_caches
 from bench.arguments import say
 from bench.continued import BUDGET_SHARE, Continued
@@ -226,6 +227,8 @@ def layers(study: Continued) -> list[Row]:
     EasySpec, figure 4 and table 4, and Draft & Verify; without the link. `likeness` is the cosine similarity
     of the last hidden states to the exact ones. `own devices ms` is a prediction: the time per drafted token
     if the attention blocks of a group run on devices of their own, from the measured time of one block.
+    `one core ms` and `two cores ms` are measured, per drafted token too: a pass over as many entries by one
+    core, and with the attention blocks of its groups shared out over two.
     """
     alike = _likeness(study)
     rows: list[Row] = []
@@ -247,7 +250,29 @@ def layers(study: Continued) -> list[Row]:
         spared = 0 if plan is None else sum(len(group) - 1 for group in plan.groups)
         width = DraftShape.parse(draft).deep(depth).per_pass  # tokens that a pass drafts
         row["own_devices_ms"] = row["draft_token_ms"] - attention_ms * spared / width
+        case = _case(study, load_config("retrieval", study.keys()).retrieval.budget, width)
+        found = dict(*two_devices.measured(study.target, case, [name] if spared else []))
+        row["one_core_ms"], row["two_cores_ms"] = (
+            found.get(f"{form}_ms", 0.0) / width or None for form in ("one_device", "two_devices")
+        )
     return rows
+
+
+def devices(study: Continued) -> Iterator[Row]:
+    """Layers in groups on two devices.
+
+    EasySpec, with a random model of 8 layers (hidden states of 256, MLPs of 512, 4 heads) that drafts 8
+    tokens a pass over as many entries as the context has, so that attention takes most of the time: all
+    layers in turn, groups on one device, and their attention blocks shared out over two, which are two cores
+    or two GPUs; `share` is two over one. CPU times are those of the calling thread, and of the second device.
+    """
+    model = two_devices.random_draft(study.target.device)
+    yield from two_devices.measured(model, _case(study, study.sizes.context))
+
+
+def _case(study: Continued, entries: int, tokens: int = 8) -> two_devices.Case:
+    quick = study.sizes.context < Sizes.context
+    return two_devices.Case(entries, tokens, 2 if quick else two_devices.Case.repeats)
 
 
 @torch.inference_mode()
@@ -305,6 +330,7 @@ PARTS = {
     "sources": sources,
     "shapes": shapes,
     "layers": layers,
+    "devices": devices,
     "ceiling": ceilings,
 }
 PAPER = Study(

@@ -131,7 +131,7 @@ class LevelConfig:
     # `datastore`.
     model: str
     cache: str = ""  # `streaming`, `retrieved` or `shared` (the full one); none for a head or a look-up
-    layers: str = "all"  # that it runs, and in which order: `all`, `groups:N` or `skip:5,7a,9m` (`LayerPlan`)
+    layers: str = "all"  # that it runs, and in which order: `all`, `groups:N[@F]`, `skip:5,7a` (`LayerPlan`)
     calibrate: bool = True  # the newest verified tokens still go through all layers
     # Shape of its drafts: `chain`, `sequences:K`, `tree:W,W,...`, `sequoia:N`, `grown:N` or `auto`
     # (`DraftShape`).
@@ -283,6 +283,9 @@ class OffloadConfig:
     # second buffer on the GPU, or from the `store`, gathered between two passes; `auto`: as planned, and from
     # the stream where nothing is planned.
     refresh_from: RefreshFrom = "auto"
+    # GPUs that run the attention blocks of layers in groups side by side (EasySpec), each with the KV of its
+    # own; 0: as planned, and one where nothing is planned.
+    group_devices: Annotated[int, 0, 2] = 0
 
     @property
     def refreshes_from_stream(self) -> bool:

@@ -27,6 +27,7 @@ from offload_rt.engine.decode import decode_step
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.model.scheduler import BatchRunner, LevelStats, Outputs, Passed
 from offload_rt.sampling import Draws, Sampler, choices
+from offload_rt.second_device import SecondDevice
 from offload_rt.timeline import NO_TIMELINE
 from offload_rt.tokens import Tokens
 from offload_rt.trees import ROOT, Tree
@@ -304,7 +305,9 @@ def _frozen(value: Any) -> Hashable:
         return tuple((key, _frozen(held)) for key, held in value.items())
     if isinstance(value, LocalState) and not value.layers.kinds.local:
         return None  # the one that all caches share
-    if isinstance(value, TableModel | HeadModel | Sampling | LevelStats | FunctionType) or callable(value):
+    if isinstance(
+        value, TableModel | HeadModel | SecondDevice | Sampling | LevelStats | FunctionType
+    ) or callable(value):
         return None  # the same in every path, or never read
     if isinstance(value, Tensor):
         return (tuple(value.shape), *value.flatten().tolist())

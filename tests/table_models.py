@@ -14,9 +14,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from cpu_kv import CpuLink
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import NewTokens, VerifiedTokens
+from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.speculative import SpeculativeTokens
+from offload_rt.caches.split import SplitCache
 from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
@@ -25,8 +28,10 @@ from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.model.draft_head import Head
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
+from offload_rt.second_device import SecondDevice
 
 VOCABULARY = 5
+LAYERS = 5
 
 Entry = tuple[int, int]
 """(position, token): what a cache holds in place of KV."""
@@ -42,6 +47,7 @@ class TokenCache:
     """
 
     sinks, window = 1, 2
+    local = NO_LOCAL_STATE
 
     def __init__(self, view: str) -> None:
         self.view = view
@@ -117,7 +123,7 @@ class FullTokenCache(TokenCache):
         new, pending = self._end_pass()
         chosen = [pending[index] for index in kept]
         self.verified += chosen
-        entries = torch.tensor(chosen, dtype=torch.float64)[None, None]
+        entries = torch.tensor(chosen, dtype=torch.float64).expand(LAYERS, 1, -1, -1)
         ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
         for cache in self.derived:
             cache.adopt(VerifiedTokens(ids, entries, entries, new.count - 1))
@@ -130,7 +136,24 @@ class FullTokenCache(TokenCache):
 
     def build_derived(self) -> None:
         for cache in self.derived:
-            cache.verified = list(self.verified)
+            for part in parts_of(cache):
+                part.verified = list(self.verified)
+
+
+SECOND = SecondDevice(torch.device("cpu"), CpuLink())
+
+
+def cache_by(view: str, plan: LayerPlan | None) -> Any:
+    """An empty cache: of two parts where a plan is on two devices."""
+    if plan is None or not plan.remote:
+        return TokenCache(view)
+    parts: list[Any] = [TokenCache(view), TokenCache(view)]
+    return SplitCache(*parts, SECOND, plan.remote, LAYERS)
+
+
+def parts_of(cache: Any) -> Sequence[TokenCache]:
+    """The caches of its devices."""
+    return (cache.home, cache.there) if isinstance(cache, SplitCache) else (cache,)
 
 
 class TableModel:
@@ -168,16 +191,17 @@ class TableModel:
         return outputs
 
     def _part(self, part: PassInput, plan: LayerPlan | None) -> Tensor:
-        cache, new = part.cache, part.new
-        assert isinstance(cache, TokenCache)
+        new, parts = part.new, parts_of(part.cache)
         tokens = [*new.known, *([] if new.drawn is None else new.drawn.on(self.device).tolist())]
         assert len(tokens) == new.count
-        cache.begin(new)
-        cache.pending = list(zip(part.positions, tokens, strict=True))
-        view = cache.view if plan is None else f"{cache.view} {plan}"
-        return torch.stack(
-            [self.logits(view, cache.seen_by(token)) for token in range(new.count - part.rows, new.count)]
-        )
+        part.cache.begin(new)
+        for cache in parts:
+            cache.pending = list(zip(part.positions, tokens, strict=True))
+        view = parts[0].view if plan is None else f"{parts[0].view} {plan}"
+        rows = range(new.count - part.rows, new.count)
+        seen = [[cache.seen_by(token) for token in rows] for cache in parts]
+        assert seen[0] == seen[-1], "the devices of a cache hold the same tokens"
+        return torch.stack([self.logits(view, entries) for entries in seen[-1]])
 
     def raise_nan(self, part: PassInput) -> NoReturn:
         raise AssertionError("a table has no NaN")
@@ -259,7 +283,7 @@ def target_over(
     """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
-        drafter, cache = below(parts, full, sampling), TokenCache(view)
+        drafter, cache = below(parts, full, sampling), cache_by(view, plans[0] if plans else None)
         full.derived.append(cache)
         return ModelDrafter(view, parts.target, cache, drafter, sampling, *plans, shape_below=shape)
 
@@ -270,7 +294,7 @@ def small_model(*plans: LayerPlan) -> Level:
     """The small model over a cache of its own."""
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
-        cache: Any = TokenCache("small")
+        cache = cache_by("small", plans[0] if plans else None)
         return SmallModelDrafter("small", parts.small, cache, Drafter(), sampling, *plans)
 
     return level

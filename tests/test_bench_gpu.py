@@ -42,6 +42,7 @@ from offload_rt.machine import inspection
 from offload_rt.machine.hardware import Hardware, named_hardware
 from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.loading import load_model
+from offload_rt.second_device import SecondDevice
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -188,6 +189,7 @@ FIGURES = {
     "cpu-share": {"to_next_queries_ms", "attention_ms", "cpu_tokens"},
     "drafting": {"alone_ms", "beside_stream_ms", "read_ms", "copy_gb_s"},
     "two-gpus": {"exchange_ms", "equal_tokens", "tokens"},
+    "groups": {"passes", "largest_difference"},
 }
 
 
@@ -206,6 +208,8 @@ def test_checks(name: str) -> None:
     if name == "two-gpus":
         assert figures["equal_tokens"] == figures["tokens"] == TINY.new_tokens
         assert figures["other_gpus_tokens"] > 0
+    if name == "groups":
+        assert [row["exchanges"] for row in figures["passes"]] == [3, 2]
     if name == "graphs":
         assert figures["calls_a_round"]["cudaGraphLaunch"] > 1
 
@@ -252,6 +256,10 @@ def _wrong_merging(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GpuAttention, "finish", negated)
 
 
+def _no_stream_for_results(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SecondDevice, "finish", lambda second, started: second._copies[1].copy(started.result()))
+
+
 Break = Callable[[pytest.MonkeyPatch], object]
 BROKEN: list[tuple[str, Break, str]] = [
     ("page-locking", _refused_memory, "page-lock"),
@@ -278,6 +286,7 @@ BROKEN: list[tuple[str, Break, str]] = [
     ),
     ("two-gpus", _busy_copy_engines, "there and back behind bulk copies"),
     ("two-gpus", _wrong_merging, "tokens differ"),
+    ("groups", _no_stream_for_results, "other logits than one: groups:2@1, groups:4"),
 ]
 
 
@@ -306,9 +315,10 @@ def test_the_next_queries_are_those_of_the_same_pass(monkeypatch: pytest.MonkeyP
     assert figures["attention_ms"] == pytest.approx(100)
 
 
-def test_one_gpu_skips_the_check_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["two-gpus", "groups"])
+def test_one_gpu_skips_the_check_of_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert list(gpu.CHECKS["two-gpus"](Given(CPU, TINY))) == [{"skipped": "there is one GPU"}]
+    assert list(gpu.CHECKS[name](Given(CPU, TINY))) == [{"skipped": "there is one GPU"}]
 
 
 def test_figures_of_the_link() -> None:

@@ -83,6 +83,16 @@ def test_shapes_and_theory(tables: dict[str, list[dict[str, Any]]]) -> None:
     assert expected_of("sequoia:2", 2, 0.5) == pytest.approx(1 + 0.5 + max(0.5 * 0.5, 0.5 * LATER_CHOICES[0]))
 
 
+def test_groups_on_two_devices_compute_the_same(tables: dict[str, list[dict[str, Any]]]) -> None:
+    rows = {row["layers"]: row for row in tables["devices"]}
+    exchanges = {"groups:2@1": 3, "groups:2": 2, "groups:3": 2, "groups:4": 2}
+    assert {name: row["exchanges"] for name, row in rows.items()} == exchanges
+    assert rows["groups:2@1"]["groups"] == [[0], [1, 2], [3, 4], [5, 6], [7]]
+    assert all(row["difference"] == 0 and row["share"] > 0 for row in rows.values())
+    measured = {row["layers"]: (row["one_core_ms"], row["two_cores_ms"]) for row in tables["layers"]}
+    assert measured["all"] == measured["groups:1"] == (None, None) and min(measured["groups:3"]) > 0
+
+
 def test_approximate_layers_cost_acceptance(tables: dict[str, list[dict[str, Any]]]) -> None:
     chains = [row for row in tables["layers"] if row["draft"] == "chain@8"]
     accepted = {(row["layers"], row["calibrated"]): row["accepted"] for row in chains}

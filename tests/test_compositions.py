@@ -171,6 +171,10 @@ def test_each_token_is_calibrated_once(
     table = {"model": "draft", "cache": "streaming", "layers": "groups:2", "draft": shape}
     result, _ = run(deep, deep_draft, [table])
     calibrated = [sum(counts) for counts, plan in passes if plan == LayerPlan.whole(5)]
+    read = len(PROMPT) - 1  # the prompt goes through all layers in turn, too
+    while read > 0:
+        read -= calibrated.pop(0)
+    assert read == 0
     # What the last round yields is drafted below by nobody; the prompt's last token is the first.
     assert result.rounds - 1 <= len(calibrated) <= result.rounds
     assert sum(calibrated) <= len(result.tokens)

@@ -58,6 +58,8 @@ PENALTIES = {
 BRIEF = {name: SAMPLERS[name] for name in ("greedy", "T=1")}
 GROUPS = LayerPlan(((0,), (1, 2), (3,)))
 WHOLE = LayerPlan.whole(4)
+PAIRS = LayerPlan(((0,), (1, 2), (3,), (4,))).on_two_devices()
+TRIPLES = LayerPlan(((0,), (1, 2, 3), (4,))).on_two_devices()
 
 
 # ------------------------------------------------------------------------------------- compositions
@@ -144,6 +146,16 @@ PLANS: dict[str, Build] = {
     "small model in groups, calibrated": (small_model(GROUPS, WHOLE), THREE),
     "small model in groups": (small_model(GROUPS), THREE),
     "small model in groups, tree": (small_model(GROUPS, WHOLE), tree("tree:2,2", 2)),
+    "small model in pairs on two devices, calibrated": (small_model(PAIRS, PAIRS.in_turn()), THREE),
+    "small model in triples on two devices, tree": (
+        small_model(TRIPLES, TRIPLES.in_turn()),
+        tree("tree:2,2", 2),
+    ),
+    "retrieval in pairs on two devices, tree": (retrieved(nothing, CHAIN, PAIRS), tree("tree:2,2", 2)),
+    "retrieval in triples on two devices, calibrated": (
+        retrieved(nothing, CHAIN, TRIPLES, TRIPLES.in_turn()),
+        THREE,
+    ),
     "retrieval without layers": (retrieved(nothing, CHAIN, LayerPlan.parse("skip:1,2a", 4)), THREE),
 }
 
@@ -155,6 +167,7 @@ MANY_CHOICES = {
     "triforce, trees at both levels",
     "head, fixed tree",
     "head, sequences of retrieval",
+    "retrieval in pairs on two devices, tree",
 }
 """Too many to enumerate where three tokens are possible per row."""
 

@@ -27,6 +27,8 @@ LAYERS = 6
     [
         ("groups:4", 16, [[0], [1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14], [15]]),
         ("groups:2", 6, [[0], [1], [2, 3], [4], [5]]),
+        ("groups:2@1", 8, [[0], [1, 2], [3, 4], [5, 6], [7]]),
+        ("groups:4@2", 8, [[0], [1], [2, 3, 4, 5], [6], [7]]),
         ("groups:1", 4, [[0], [1], [2], [3]]),
         ("groups:9", 5, [[0], [1, 2, 3], [4]]),
         ("groups:3", 2, [[0], [1]]),
@@ -56,9 +58,12 @@ def test_what_is_skipped() -> None:
     ("text", "message"),
     [
         ("", "write all, groups:N"),
+        ("groups:2@", "write all, groups:N"),
+        ("groups:@1", "write all, groups:N"),
+        ("groups:2@a", "write all, groups:N"),
         ("every", "write all, groups:N"),
         ("groups", "write all, groups:N"),
-        ("groups:0", r"groups:N \(N at least 1\)"),
+        ("groups:0", r"groups:N@F \(N at least 1\)"),
         ("groups:-2", "write all, groups:N"),
         ("groups:2.5", "write all, groups:N"),
         ("skip:", "write all, groups:N"),

@@ -40,7 +40,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 PLACEMENT = {
     *("resident_bytes", "streamed_bytes", "cpu_attended_bytes", "ring_bytes"),
     *("resident_tokens", "streamed_tokens", "cpu_attended_tokens", "ring_buffers", "segment_tokens"),
-    *("late_resident_tokens", "other_gpus", "remote_mlps"),
+    *("late_resident_tokens", "other_gpus", "remote_mlps", "group_devices"),
 }
 PREDICTED = {
     *("pass_ms", "draft_ms", "round_ms", "ms_per_token", "prefill_ms", "plain_ms_per_token"),
@@ -73,6 +73,20 @@ def test_the_command_tells_the_plan(run: Run) -> None:
     )
     assert card["staging_ring"] == report["placement"]["ring_bytes"]
     assert all(re.search(r"\d", sentence) for sentence in report["assumptions"])
+
+
+def test_the_command_tells_of_groups_on_one_device_and_on_two(run: Run) -> None:
+    flags = "--model llama2-7b --context 16000 --gpu rtx4090 --config retrieval --set speculation.gamma2=4"
+    level = """--set 'speculation.levels=[{ model = "target", cache = "retrieved", layers = "groups:4" }]'"""
+    out, report = run(f"{flags} {level} --gpus 2")
+    numbers = r"draft [\d.]+ ms, [\d.]+ ms a token"
+    (planned,) = re.findall(
+        rf"groups +on (one GPU|two) as planned; on one: {numbers}; on two: {numbers}", out
+    )
+    assert "(8 exchanges a pass)" in out
+    assert report["placement"]["group_devices"] == {"one GPU": 1, "two": 2}[planned]
+    out, report = run(f"{flags} {level}")
+    assert "exchanges" not in out and report["placement"]["group_devices"] == 0
 
 
 def test_the_command_refuses_with_the_nearest_plan(run: Run) -> None:

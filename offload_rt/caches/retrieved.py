@@ -233,8 +233,8 @@ class RetrievedCache(BoundedCache):
         if device.type == "cuda" and isinstance(selection, AttentionScores):
             # On the device, for all layers at once: on the host it would take 10 ms per layer at 128K.
             on_device = choose_chunks(selection.values[:, :, :end], count)
-            on_host = PendingRead(on_device)
-            return lambda layer: ChosenChunks(on_host.wait()[layer], on_device[layer])
+            on_host, here = PendingRead(on_device), on_device.device == device
+            return lambda layer: ChosenChunks(on_host.wait()[layer], on_device[layer] if here else None)
         scores = selection.scores(queries, self._source.scale)
 
         @torch.inference_mode()  # which is set per thread

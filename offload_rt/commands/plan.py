@@ -132,6 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     lines = list(_report(planned, planned.check()))
     if target.quantization is not None and target.quantization.notice:
         lines.append(f"note       {target.quantization.notice}")
+    lines += _groups(planned)
     if target.ignored and context > DUAL_CHUNK_TOKENS:
         lines.append(f"note       {target.ignored}")
     if stretched is not None:
@@ -256,6 +257,27 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
     )
     yield f"prefill    {predicted.prefill_ms / 1e3:.1f} s"
     yield f"bottleneck {predicted.bottleneck}"
+
+
+def _groups(planned: Plan) -> Iterator[str]:
+    """Yields a line on the attention blocks of groups of layers, on one device and on two."""
+    from offload_rt.planning.planner import plan
+
+    if not planned.group_devices:
+        return
+    request = planned.request
+    forms = [plan(request.having("offload.group_devices", devices)) for devices in (1, 2)]
+    told = [
+        f"draft {one.predicted.draft_ms:.1f} ms, {one.ms_per_token:.1f} ms a token"
+        if one.predicted
+        else "does not fit"
+        for one in forms
+    ]
+    names, exchanges = ("one GPU", "two"), "+".join(str(groups.exchanges) for groups in request.groups)
+    yield (
+        f"groups     on {names[planned.group_devices - 1]} as planned; on one: {told[0]}; on two: {told[1]}"
+        f" ({exchanges} exchanges a pass)"
+    )
 
 
 def _local(target: ModelShape, parts: dict[str, int]) -> Iterator[str]:

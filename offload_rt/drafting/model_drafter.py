@@ -115,7 +115,7 @@ class SmallModelDrafter(ModelDrafter):
 
     def _read(self, tokens: Sequence[int]) -> Work[None]:
         """Takes tokens of the sequence into the cache, for good, without sampling."""
-        forward = self.forward(range(-1, len(tokens) - 1), tokens, rows=1)
+        forward = self.forward(range(-1, len(tokens) - 1), tokens, rows=1, first=True)
         output = yield forward
         (nan,) = yield Read([output.logits.isnan().any()], self.stats)
         if nan:

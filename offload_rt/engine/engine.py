@@ -39,6 +39,7 @@ from offload_rt.planning.placement import (
 )
 from offload_rt.planning.planner import Plan, comparison, ranked
 from offload_rt.planning.prices import behind_a_link
+from offload_rt.second_device import SecondDevice
 from offload_rt.timeline import NO_TIMELINE
 
 ProgressReport = Callable[[str, int, int], None]
@@ -118,8 +119,11 @@ class Engine:
             for model in (target, draft):
                 if isinstance(model, GraphedModel):
                     model.pass_running = lambda: thread.running
+        self._second = SecondDevice(target.device, other_links[0]) if other_links else None
         self._shared = Shared(
-            target, draft, self.store, self._link, backend, self._other_links, heads=self._heads
+            *(target, draft, self.store, self._link, backend, self._other_links),
+            heads=self._heads,
+            second=self._second,
         )
         self._sequences: list[TokenSequence] = []
         self.lock = threading.RLock()
@@ -309,7 +313,8 @@ class Engine:
         loaded += self._shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
         remote_mlps = self.target.remote_mlps  # on the first of the other GPUs
         there = sum(block.weight_bytes for block in remote_mlps)
-        others = [(link.device, 0 if at else there) for at, link in enumerate(self._other_links)]
+        copies = sum(one.remote_blocks.weight_bytes for one in (self.target, self.draft) if one is not None)
+        others = [(link.device, 0 if at else there + copies) for at, link in enumerate(self._other_links)]
         hardware = usable_hardware(self.target.device, loaded - there, self.on_progress, others)
         host, kv = hardware.host, self._free_bytes + shared_tokens * self.store.layout.stored_token_bytes
         host = replace(host, memory_bytes=host.memory_bytes + kv, lockable_bytes=host.lockable_bytes + kv)
@@ -389,6 +394,8 @@ class Engine:
             for link in (self._link, *self._other_links):
                 closing.callback(link.close)
             closing.callback(self.store.close)
+            if self._second is not None:
+                closing.callback(self._second.close)
             if self._thread is not None:
                 closing.callback(self._thread.close)
             closing.callback(self._shared.pool.drop_free)

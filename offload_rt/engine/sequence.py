@@ -18,6 +18,7 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.local import LocalState
 from offload_rt.caches.remote import CpuAttention, GpuAttention, RemoteAttention
 from offload_rt.caches.selection import LAST_QUERIES
+from offload_rt.caches.split import SplitCache
 from offload_rt.caches.tiers import EVERYTHING_STREAMED, Tiers
 from offload_rt.config import Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
@@ -34,6 +35,7 @@ from offload_rt.model.scheduler import run_alone
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import with_budget
 from offload_rt.planning.prices import Prices
+from offload_rt.second_device import SecondDevice
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
 
@@ -44,6 +46,7 @@ class Shared:
     Attributes:
         link: to the device where the target is.
         other_links: to other GPUs, which keep and attend a share of the KV.
+        second: the first of them, which may run attention blocks of layers in groups.
     """
 
     target: CausalModel
@@ -55,6 +58,7 @@ class Shared:
     timeline: Timeline = NO_TIMELINE
     pool: BufferPool = field(default_factory=BufferPool)
     heads: Heads = field(default_factory=Heads)
+    second: SecondDevice | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class TokenSequence:
         self.target = target
         self._ended = False
         self._consumed = True  # a continuation has counted `read_tokens`
-        self._caches: list[BoundedCache] = []
+        self._caches: list[BoundedCache | SplitCache] = []
         if prefix is None:
             self._kv = shared.store.new_sequence(*kept_means(config))
         else:
@@ -174,6 +178,7 @@ class TokenSequence:
             shared.store.layout.pages(len(self.tokens) + continuation.max_tokens),
             shared.pool,
             shared.heads,
+            shared.second,
         )
         self._caches = made.caches
         self.verifier = compose(made)

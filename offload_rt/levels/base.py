@@ -17,13 +17,16 @@ from transformers import PreTrainedTokenizerBase
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.split import SplitCache
 from offload_rt.config import Config, LevelConfig
 from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.head_drafter import Heads
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Sampling
+from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
+from offload_rt.second_device import SecondDevice
 
 Memory = dict[str, int]
 """Bytes by purpose."""
@@ -97,6 +100,9 @@ class Rates(Protocol):
             graph: the pass is launched as one CUDA graph.
         """
 
+    def step_on_two(self, shape: ModelShape, plan: LayerPlan, queries: int, entries: int) -> Cost:
+        """Returns the cost of such a pass by a plan on two devices."""
+
     def host_attention_ms(self, tokens: int, queries: int) -> float:
         """Returns the time in which the CPU attends `queries` tokens of the target over `tokens` of its KV.
 
@@ -123,6 +129,7 @@ class Resources:
         pages: pages of the full cache that the sequence may grow to.
         pool: memory of bounded caches.
         heads: draft heads.
+        second: the device that has a share of the layers in groups; None: there is one device.
         caches: the bounded caches that were resources.
     """
 
@@ -134,7 +141,8 @@ class Resources:
     pages: int
     pool: BufferPool
     heads: Heads
-    caches: list[BoundedCache] = field(default_factory=list)
+    second: SecondDevice | None = None
+    caches: list[BoundedCache | SplitCache] = field(default_factory=list)
 
 
 class Level(ABC):
@@ -204,6 +212,14 @@ class Level(ABC):
     def memory(self, sizes: Sizes) -> Memory:
         """Returns the bytes that it holds on the device that computes, by purpose."""
         return {}
+
+    def second_memory(self, sizes: Sizes) -> Memory:
+        """Returns the bytes that it holds on the second GPU, by purpose."""
+        return {}
+
+    def groups_on_two(self, sizes: Sizes) -> LayerPlan | None:
+        """Returns its plan of groups of layers on two devices; None: it has no groups that could be."""
+        return None
 
     def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
         """Returns the cost of one pass over `queries` tokens.

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, ClassVar
 
+from offload_rt.attention.backends import choose_backend
 from offload_rt.attention.quantized import QuantizedKV
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES, BoundedCache
 from offload_rt.caches.buffers import mean_slots_for
@@ -12,6 +17,7 @@ from offload_rt.caches.local import LocalState
 from offload_rt.caches.retrieved import RetrievedCache, RetrievedSize
 from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
+from offload_rt.caches.split import ModelLayers, SourceLayers, SplitCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config import Config
 from offload_rt.drafting.base import Drafter
@@ -28,6 +34,7 @@ from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes,
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
+from offload_rt.second_device import SecondDevice
 
 CHOOSING_NS = 10
 """Time on the host to choose chunks, for each score of a layer and KV head: 7 to 22 on one server core."""
@@ -40,6 +47,8 @@ class ModelLevel(Level):
     """A model over a bounded cache."""
 
     drafter_class: type[ModelDrafter] = ModelDrafter
+    splits: ClassVar[bool] = True
+    """Its cache may be split by layers between two devices."""
 
     def model(self, resources: Resources) -> CausalModel:
         """Returns the model that it runs."""
@@ -68,7 +77,39 @@ class ModelLevel(Level):
         return SAME_MODEL_ACCEPTANCE if sizes is None else sizes.same_model_acceptance
 
     def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
-        return rates.step(self.running(rates.request, first), queries, self._seen(rates.request), graph=True)
+        sizes, plan = rates.request, self._on_two(rates.request)
+        if plan is None:
+            return rates.step(self.running(sizes, first), queries, self._seen(sizes), graph=True)
+        plan = plan.in_turn() if first and self.settings.calibrate else plan
+        return rates.step_on_two(self.shape(sizes), plan, queries, self._seen(sizes))
+
+    def groups_on_two(self, sizes: Sizes) -> LayerPlan | None:
+        shape = self.shape(sizes)
+        plan = LayerPlan.parse(self.settings.layers, shape.layers) if self.splits else None
+        plan = None if plan is None or shape.kinds.local else plan.on_two_devices()
+        return plan if plan is not None and plan.remote else None
+
+    def _on_two(self, sizes: Sizes) -> LayerPlan | None:
+        """Returns `groups_on_two` where that is what the config says."""
+        return self.groups_on_two(sizes) if self.config.offload.group_devices == 2 else None
+
+    def cache_bytes(self, sizes: Sizes) -> int:
+        """Returns the bytes of its cache for all layers."""
+        return 0
+
+    def _cache_here(self, sizes: Sizes) -> int:
+        """Returns the bytes of its cache on the first device."""
+        plan, layers = self._on_two(sizes), self.shape(sizes).layers
+        return self.cache_bytes(sizes) * (layers - (len(plan.remote) if plan else 0)) // layers
+
+    def second_memory(self, sizes: Sizes) -> Memory:
+        if (plan := self._on_two(sizes)) is None:
+            return {}
+        weights = len(plan.remote) * self.shape(sizes).attention_bytes
+        return {
+            "group_weights": weights,
+            "group_caches": self.cache_bytes(sizes) - self._cache_here(sizes),
+        }
 
     def running(self, sizes: Sizes, first: bool) -> ModelShape:
         """Returns the shape of the layers that a pass runs."""
@@ -85,24 +126,57 @@ class ModelLevel(Level):
         self, below: Drafter, shape_below: DraftShape, shape: DraftShape, resources: Resources
     ) -> Drafter:
         model = self.model(resources)
-        cache = self.cache(model, resources)
+        plan = model.layer_plan(self.settings.layers)
+        second = resources.second if self.splits and self.config.offload.group_devices == 2 else None
+        if plan is not None and second is not None:
+            plan = plan.on_two_devices()
+        cache: BoundedCache | SplitCache
+        if plan is not None and plan.remote and second is not None:
+            cache = self._split_cache(model, resources, plan, second)
+        else:
+            cache = self.cache(model, resources)
         resources.caches.append(cache)
         if self.of_target:
             resources.full.derived.append(cache)
-        plan = model.layer_plan(self.settings.layers)
-        plans = [plan, LayerPlan.whole(model.layers)] if plan and self.settings.calibrate else [plan]
+        plans = [plan, plan.in_turn()] if plan and self.settings.calibrate else [plan]
         # The cache lacks the last token, and where all was accepted perhaps the one before it.
         depth = shape_below.depth
         recurring = range(1, shape_below.size + 3) if depth else sorted({1, 2, shape.per_pass} - {0})
         alone = len(self.config.speculation.levels) == 1
         if alone and shape.kind == "chain" and not resources.full.engine.link.in_place:
             recurring = range(1, max(2, self.config.offload.ahead) + 1)  # as many chains are drawn together
-        for each in plans:
-            model.prepare(cache, recurring, each)
+        if isinstance(cache, BoundedCache):
+            for each in plans:
+                model.prepare(cache, recurring, each)
         first_plan = plans[1] if len(plans) > 1 else None
         return self.drafter_class(
             self.name, model, cache, below, resources.sampling, plans[0], first_plan, shape_below=shape_below
         )
+
+    def _split_cache(
+        self, model: CausalModel, resources: Resources, plan: LayerPlan, second: SecondDevice
+    ) -> SplitCache:
+        """Builds the cache in two parts, each on the device that attends its layers."""
+        model.remote_blocks.take(second, sorted(plan.remote))
+        home = [layer for layer in range(model.layers) if layer not in plan.remote]
+        # A pass streams its segments to the first device alone, and both parts must be refreshed together.
+        level = type(self)(self.config.having("offload.refresh_from", "store"), self.settings)
+        with ExitStack() as closing:
+
+            def part(layers: Sequence[int], device: SecondDevice | None) -> BoundedCache:
+                seen: Any = ModelLayers.of(model, layers, device)
+                given = resources
+                if self.of_target:
+                    full: Any = SourceLayers(resources.full, layers, device)
+                    closing.callback(full.engine.close)
+                    given = replace(resources, full=full)
+                return level.cache(seen, given)
+
+            here = part(home, None)
+            with second.on_stream():
+                there = part(sorted(plan.remote), second)
+            close = closing.pop_all().close
+        return SplitCache(here, there, second, plan.remote, model.layers, close)
 
 
 class WindowLevel(ModelLevel):
@@ -111,18 +185,21 @@ class WindowLevel(ModelLevel):
     def entries(self, sizes: Sizes) -> int:
         return self._window
 
+    def cache_bytes(self, sizes: Sizes) -> int:
+        return BoundedCache.nbytes(self.shape(sizes).layout(1), self._window)
+
     @property
     def _window(self) -> int:
         return self.config.draft.sinks + self.config.draft.window
 
     def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
-        draft, full = self.config.draft, resources.full
+        draft, full, device = self.config.draft, resources.full, model.rotary_frequencies.device
         return StreamingCache(
             model.kv_layout(),
             model.rotary_frequencies,
             sinks=draft.sinks,
             window=draft.window,
-            backend=full.backend,
+            backend=full.backend if device == full.device else choose_backend(device),
             source=full if self.of_target else None,
             pool=resources.pool,
             local=None if self.of_target else LocalState(model.local_layers, full.backend),
@@ -152,8 +229,7 @@ class SmallModelLevel(WindowLevel):
 
     def memory(self, sizes: Sizes) -> Memory:
         shape = self.shape(sizes)
-        cache = BoundedCache.nbytes(shape.layout(1), self._window)
-        cache += sum(local_memory(shape, SPECULATIVE_ENTRIES).values())
+        cache = self._cache_here(sizes) + sum(local_memory(shape, SPECULATIVE_ENTRIES).values())
         return {"draft_weights": shape.weight_bytes, "draft_cache": cache}
 
 
@@ -165,7 +241,7 @@ class StreamingLevel(WindowLevel):
     of_target = True
 
     def memory(self, sizes: Sizes) -> Memory:
-        return {"streaming_cache": BoundedCache.nbytes(sizes.target.layout(1), self._window)}
+        return {"streaming_cache": self._cache_here(sizes)}
 
 
 class RetrievedLevel(ModelLevel):
@@ -208,14 +284,21 @@ class RetrievedLevel(ModelLevel):
 
     def memory(self, sizes: Sizes) -> Memory:
         target, tokens = sizes.target, sizes.context + sizes.new_tokens
-        buffers = 2 if sizes.refreshes_from_stream else 1  # one in use, one that is filled
-        layout, size = target.layout(1), self._size(target)
-        one = size.nbytes(layout, self._means(target, tokens))
-        memory = {"retrieved_caches": buffers * one + size.staging_bytes(layout)}
+        memory = {"retrieved_caches": self._cache_here(sizes)}
         if self.config.retrieval.select != "mean_keys":
             chunks = tokens // self.config.retrieval.chunk
             memory["scores"] = AttentionScores.nbytes(target.layout(1), target.heads, chunks)
         return memory
+
+    def cache_bytes(self, sizes: Sizes) -> int:
+        layout, size, tokens = (
+            sizes.target.layout(1),
+            self._size(sizes.target),
+            sizes.context + sizes.new_tokens,
+        )
+        buffers = 2 if sizes.refreshes_from_stream else 1  # one in use, one that is filled
+        one = size.nbytes(layout, self._means(sizes.target, tokens))
+        return buffers * one + size.staging_bytes(layout)
 
     def refresh(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
         sizes, retrieval, target = rates.request, self.config.retrieval, rates.request.target
@@ -264,7 +347,9 @@ class RetrievedLevel(ModelLevel):
         if retrieval.select == "mean_keys":
             return MeanKeyScores(full.layout, full.sequence.summaries)
         decay = DECAY if retrieval.select == "attention" else 1.0
-        return AttentionScores(full.layout, full.device, retrieval.chunk, decay, resources.pages)
+        # Where passes of the full cache take the attention mass.
+        device = resources.target.device
+        return AttentionScores(full.layout, device, retrieval.chunk, decay, resources.pages)
 
     def check_read(self, read_by: Config, page: int) -> None:
         (chunks, pages), (kept_chunks, kept_pages) = self.kept_means, kept_means(read_by)
@@ -294,6 +379,7 @@ class SharedLevel(ModelLevel):
     rank = 70
     of_target = True
     drafts_on_host = True
+    splits = False  # the CPU attends it
 
     def memory(self, sizes: Sizes) -> Memory:
         return {"shared_cache": SharedCache.nbytes_of(sizes.target.layout(self.config.store.page))}

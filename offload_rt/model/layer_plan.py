@@ -22,15 +22,40 @@ class LayerPlan:
         groups: layers in order.
         no_attention, no_mlp: layers whose attention or MLP block is left out (Draft & Verify,
             arXiv 2309.08168).
+        remote: layers whose attention block runs on the second device, where their KV is. Everything else
+            runs on the first.
     """
 
     groups: tuple[tuple[int, ...], ...]
     no_attention: frozenset[int] = frozenset()
     no_mlp: frozenset[int] = frozenset()
+    remote: frozenset[int] = frozenset()
 
     def exact(self, layer: int) -> bool:
         """Returns whether no block of the layer is left out."""
         return layer not in self.no_attention and layer not in self.no_mlp
+
+    @property
+    def exchanges(self) -> int:
+        """Number of times that a pass sends hidden states to the second device and waits for its results."""
+        return sum(not self.remote.isdisjoint(group) for group in self.groups)
+
+    def on_two_devices(self) -> LayerPlan:
+        """Returns the plan with the attention blocks of each group shared out over two devices, by layer.
+
+        The second device has the last layers of a group, and of an odd number the larger half: the first one
+        runs the MLP blocks too, in order, and those of its own layers before any result is needed. A group is
+        one exchange. Were the MLP blocks replicated, the second device would have the next group's input
+        without being sent it, but it would have to be sent the first one's attention outputs instead: as
+        many exchanges, for all weights and for the KV of the layers that are alone, twice.
+        """
+        remote = (layer for group in self.groups for layer in group[len(group) // 2 :] if len(group) > 1)
+        return replace(self, remote=frozenset(remote))
+
+    def in_turn(self) -> LayerPlan:
+        """Returns the plan of all layers in turn, each attended where this plan keeps its KV."""
+        layers = sum(map(len, self.groups))
+        return replace(LayerPlan.whole(layers), remote=self.remote)
 
     @classmethod
     def whole(cls, layers: int) -> LayerPlan:
@@ -43,6 +68,7 @@ class LayerPlan:
 
         `groups:N`: the first and the last layer alone, groups of `N` between them, aligned so that full ones
         come first from layer `N` on, as in EasySpec (32 layers and N = 4: 1-3, 4-7, ..., 28-30).
+        `groups:N@F`: aligned so that full ones begin at layer `F` (32 layers and `4@1`: 1-4, ..., 29-30).
         `skip:5,7a,9m`: without layer 5, the attention of layer 7 and the MLP of layer 9.
 
         Raises:
@@ -51,11 +77,12 @@ class LayerPlan:
         kind, _, given = text.partition(":")
         if text == EXACT:
             return None
-        if kind == "groups" and given.isdecimal() and int(given) >= 1:
-            return cls(_groups(layers, int(given)))
+        size, at, first = given.partition("@")
+        if kind == "groups" and size.isdecimal() and int(size) >= 1 and first.isdecimal() == bool(at):
+            return cls(_groups(layers, int(size), int(first or size)))
         if kind == "skip" and given:
             return cls._skipping(text, given.split(","), layers)
-        raise UsageError(f"layers {text!r}: write all, groups:N (N at least 1) or skip:5,7a,9m")
+        raise UsageError(f"layers {text!r}: write all, groups:N or groups:N@F (N at least 1) or skip:5,7a,9m")
 
     @classmethod
     def _skipping(cls, text: str, blocks: list[str], layers: int) -> LayerPlan:
@@ -93,8 +120,9 @@ def skipping(blocks: Collection[str]) -> str:
     return f"skip:{','.join(named)}" if named else EXACT
 
 
-def _groups(layers: int, size: int) -> tuple[tuple[int, ...], ...]:
+def _groups(layers: int, size: int, first: int) -> tuple[tuple[int, ...], ...]:
     inner = range(1, layers - 1)
-    grouped = [tuple(layer for layer in inner if layer // size == at) for at in range(layers // size + 1)]
+    numbers = sorted({(layer - first) // size for layer in inner})
+    grouped = [tuple(layer for layer in inner if (layer - first) // size == number) for number in numbers]
     last = [(layers - 1,)] if layers > 1 else []
-    return ((0,), *(group for group in grouped if group), *last)
+    return ((0,), *grouped, *last)

@@ -21,6 +21,7 @@ from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.local import LocalState
 from offload_rt.caches.local_history import LocalLayers
+from offload_rt.caches.split import SplitCache
 from offload_rt.errors import UsageError
 from offload_rt.host import to_device
 from offload_rt.model.architecture import (
@@ -46,6 +47,7 @@ from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
 from offload_rt.model.quantization import stored_bytes
 from offload_rt.model.recurrence import missing_kernels
+from offload_rt.model.remote_blocks import RemoteBlocks, RemotePass
 from offload_rt.model.remote_mlp import RemoteMlp
 
 
@@ -64,6 +66,7 @@ class CausalModel:
         kinds: what each decoder layer keeps of a sequence.
         local_layers: the layers among them that keep something else than the KV of the whole sequence.
         missing_kernels: packages without which recurrent layers are slow on a GPU.
+        remote_blocks: attention blocks that a second device runs, in passes by a plan on two devices.
 
     Raises:
         UsageError: the architecture is not supported; names what is not.
@@ -94,6 +97,7 @@ class CausalModel:
         self._blocks: list[Any] = list(self._body.layers)
         self._steps: list[Any] = list(self._blocks)  # what computes each layer
         self._head: Any = self._own_head
+        self.remote_blocks = RemoteBlocks(self._blocks)
         self._in_turn = LayerPlan.whole(self.layers)
         self._rotary = Rotary(rotary_embedding(self._body))
         self._long_context: Self | None = None
@@ -176,10 +180,16 @@ class CausalModel:
         return scale_embeddings(self._embedding(tokens[None]), self._config)
 
     def run_layer(
-        self, layer: int, hidden: Tensor, positions: Tensor, attention_pass: AttentionPass
+        self,
+        layer: int,
+        hidden: Tensor,
+        positions: Tensor,
+        attention_pass: AttentionPass,
+        remote: frozenset[int] = frozenset(),
     ) -> Tensor:
         """Runs hidden states `[1, tokens, hidden_size]` through one decoder layer."""
-        return self._run(LayerPlan(((layer,),)), hidden, positions, attention_pass)
+        plan = LayerPlan(((layer,),), remote=remote & {layer})
+        return self._run(plan, hidden, positions, attention_pass)
 
     def _run(
         self,
@@ -202,29 +212,40 @@ class CausalModel:
         rotations: dict[str, tuple[Tensor, Tensor] | None] = {}
         if (found := self.module.config._attn_implementation) != ATTENTION_NAME:
             raise UsageError(f"{self.name}: its attention was changed to {found!r} while it is in use")
+        remote = self.remote_blocks.begin(arguments) if plan.remote else None
         for group in plan.groups:
             rope = self.kinds.kinds[group[0]].rope
             if rope not in rotations:
                 rotations[rope] = self._rotary(hidden, position_ids, rope)
             arguments["position_embeddings"] = rotations[rope]
-            if len(group) == 1 and plan.exact(group[0]) and not by_blocks:
+            alone = len(group) == 1 and plan.exact(group[0]) and group[0] not in plan.remote
+            if alone and not by_blocks:
                 hidden = self._steps[group[0]](hidden, **arguments)
                 hidden = hidden[0] if isinstance(hidden, tuple) else hidden
             else:
-                hidden = self._run_group(group, hidden, arguments, plan)
+                hidden = self._run_group(group, hidden, arguments, plan, remote)
         return hidden
 
     def _run_group(
-        self, group: tuple[int, ...], hidden: Tensor, arguments: dict[str, Any], plan: LayerPlan
+        self,
+        group: tuple[int, ...],
+        hidden: Tensor,
+        arguments: dict[str, Any],
+        plan: LayerPlan,
+        remote: RemotePass | None,
     ) -> Tensor:
         """Runs the attention blocks of a group over its input, then its MLP blocks in order."""
         attended: dict[int, Tensor] = {}
+        there = [layer for layer in group if layer in plan.remote]
+        finish = None if remote is None or not there else remote.start(there, hidden)
         for layer in group:
-            if layer not in plan.no_attention:
+            if layer not in plan.no_attention | plan.remote:
                 block = self._blocks[layer]
                 attended[layer] = block.self_attn(block.input_layernorm(hidden), **arguments)[0]
         for layer in group:
             block = self._blocks[layer]
+            if finish is not None and layer == there[0]:  # not before it is needed
+                attended |= zip(there, finish(), strict=True)
             if layer in attended:
                 hidden = hidden + attended[layer]
             if layer not in plan.no_mlp:
@@ -254,14 +275,14 @@ class CausalModel:
 
     @torch.inference_mode()
     def _check_blocks(self, text: str) -> None:
-        """Checks that a layer run block by block gives the same as the whole layer."""
-        first = LayerPlan(((0,),))
-        whole = self._probed(_Probe(self), first)
+        """Checks that a layer run block by block adds to its input what the whole layer does."""
+        first, probe = LayerPlan(((0,),)), _Probe(self)
+        whole = self._probed(probe, first)
         try:
             blocks = self._probed(_Probe(self), first, by_blocks=True)
         except (AttributeError, TypeError) as error:
             raise UsageError(f"layers {text!r}: {self.name} cannot be run block by block: {error}") from error
-        if not torch.allclose(whole, blocks, rtol=1e-2, atol=1e-3):
+        if not computes_the_same(self.embed(probe.tokens), whole, blocks):
             raise UsageError(
                 f"layers {text!r}: {self.name} ({kind_of(self.module)}) does more in a layer than attention "
                 "and an MLP, each added to its input; use layers all"
@@ -340,8 +361,9 @@ class CausalModel:
         self._check_weights()
         hidden, positions = self.embed(given.ids(self.device)), to_device(given.positions, self.device)
         given.cache.begin(given.new)
+        remote = given.cache.remote if isinstance(given.cache, SplitCache) else frozenset[int]()
         for layer in range(self.layers):
-            hidden = self.run_layer(layer, hidden, positions, given.cache)
+            hidden = self.run_layer(layer, hidden, positions, given.cache, remote)
             if not bool(hidden.isfinite().all()):
                 wider = {torch.float16: "bfloat16 or float32", torch.bfloat16: "float32"}.get(self.dtype)
                 remedy = (

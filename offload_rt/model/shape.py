@@ -117,6 +117,12 @@ class ModelShape:
         return self._stored_bytes(self.mlp_parameters, self.quantized_mlp)
 
     @property
+    def attention_bytes(self) -> int:
+        """Bytes of the attention block of one layer, in a model whose layers are alike."""
+        parameters = self._block_parameters(self.kinds.kinds[0])
+        return self._stored_bytes(parameters, max(0, self.quantized // self.layers - self.quantized_mlp))
+
+    @property
     def group(self) -> int:
         """Query heads per key head."""
         return self.heads // self.kv_heads

@@ -9,6 +9,7 @@ from offload_rt.drafting.expectations import DRAFT_LENGTHS, REJECTIONS_POWER, SE
 from offload_rt.machine.hardware import GIB
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.prediction import (
+    EXCHANGE_MS,
     FUSED_ROWS,
     PACKED_ATTENTION,
     RUNNER_UP_HITS,
@@ -94,6 +95,12 @@ def predictions(
     if not fitting.levels:
         yield "no speculation: 1 token a pass"
         return
+    if fitting.config.offload.group_devices == 2:
+        exchanges = ", ".join(str(plan.exchanges) for plan in fitting.groups)
+        yield (
+            "GPU 1 runs its share of the attention blocks of groups, by copies of their weights: a pass has "
+            f"{exchanges} exchanges of {EXCHANGE_MS:.2f} ms, and is no CUDA graph"
+        )
     rates = ", ".join(f"{level.name} {level.acceptance(fitting):.2f}" for level in fitting.levels)
     shape, asked = best.verification.drafted, fitting.speculation.shapes[-1]
     given = fitting.config.speculation.gamma2 and shape.kind == asked.kind

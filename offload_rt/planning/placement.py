@@ -21,6 +21,7 @@ from offload_rt.errors import UsageError
 from offload_rt.levels.base import Level, Memory, kept_means, levels_of, local_memory
 from offload_rt.levels.models import RetrievedLevel
 from offload_rt.machine.hardware import GIB, Gpu, Hardware
+from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape, yarn_hint
 from offload_rt.page_codec import stored_layout
@@ -61,6 +62,11 @@ class PlanRequest:
         if self.draft is not None:
             check_vocabulary(self.draft, self.target)
         available(self.config, self.draft is not None)  # refuses what drafts with nothing else
+        if self.config.offload.group_devices == 2 and not self.other_gpus:
+            raise UsageError(
+                "offload.group_devices = 2: there is no second GPU; name two (--device cuda:0,cuda:1, or"
+                " --gpus 2 for a plan), or leave it 0"
+            )
 
     @cached_property
     def speculation(self) -> SpeculationConfig:
@@ -83,9 +89,19 @@ class PlanRequest:
         return min(1.0, self.config.retrieval.budget / self.context)
 
     @property
+    def groups(self) -> list[LayerPlan]:
+        """Plans of groups of layers that two devices may share; empty where there is one device, or none."""
+        found = [level.groups_on_two(self) for level in self.levels] if self.other_gpus else []
+        return [plan for plan in found if plan is not None]
+
+    @property
     def refreshes_from_stream(self) -> bool:
         """A refresh of the retrieved cache takes its entries from a pass, into a second buffer."""
-        return not self.in_place and self.config.offload.refreshes_from_stream
+        offload = self.config.offload
+        split = offload.group_devices == 2 and any(
+            isinstance(level, RetrievedLevel) and level.groups_on_two(self) for level in self.levels
+        )
+        return not self.in_place and not split and offload.refreshes_from_stream
 
     @property
     def ring_bytes(self) -> int:
@@ -324,6 +340,9 @@ def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
         chunk = min(request.config.prefill.chunk, request.context)
         memory["weights"] = request.remote_mlps * target.mlp_bytes
         memory["prefill"] = chunk * (2 * target.hidden + 3 * target.intermediate) * target.dtype.itemsize
+    for level in request.levels if gpu == 1 else ():
+        for name, size in level.second_memory(request).items():
+            memory[name] = memory.get(name, 0) + size
     if gpu:
         return memory
     newest = Tail.nbytes(target.layout(store.page), target.heads, request.longest_draft + 1)

@@ -75,6 +75,11 @@ class Plan:
         return self.predicted.ms_per_token if self.predicted else inf
 
     @property
+    def group_devices(self) -> int:
+        """Number of devices that attention blocks of layers in groups run on; 0 without such groups."""
+        return max(1, self.request.config.offload.group_devices) if self.request.groups else 0
+
+    @property
     def late_resident_tokens(self) -> int:
         """Number of the first GPU's resident tokens that are loaded after the prefill."""
         return 0 if self.request.in_place else self.request.late_tokens(self.placement.resident_tokens)
@@ -133,6 +138,7 @@ class Plan:
                 "late_resident_tokens": self.late_resident_tokens,
                 "other_gpus": [asdict(gpu) for gpu in placement.gpus],
                 "remote_mlps": request.remote_mlps,
+                "group_devices": self.group_devices,
             },
             "memory": {"gpus": self.gpus, "host": self.host},
             "predicted": asdict(self.predicted) if self.predicted else unknown,
@@ -150,17 +156,18 @@ def plan(request: PlanRequest) -> Plan:
 
 
 def _choices(request: PlanRequest) -> Iterator[tuple[str, Sequence[object]]]:
-    """Yields the keys of a retrieved cache that the config leaves to the planner, and their values."""
-    retrieval = request.config.retrieval
-    if not request.retrieves:
-        return
-    if not retrieval.budget:
+    """Yields the keys that the config leaves to the planner, and their values."""
+    retrieval, offload = request.config.retrieval, request.config.offload
+    if request.retrieves and not retrieval.budget:
         least = max(retrieval.always_held, BUDGETS[0])
         yield "retrieval.budget", [least, *(size for size in BUDGETS if least < size < 2 * request.context)]
-    if not request.in_place and retrieval.bits == "auto":
-        yield "retrieval.bits", [DRAFT_BITS]
-    if not request.in_place and request.config.offload.refresh_from == "auto":
-        yield "offload.refresh_from", ["store", "stream"]
+    if request.retrieves and not request.in_place:
+        if retrieval.bits == "auto":
+            yield "retrieval.bits", [DRAFT_BITS]
+        if offload.refresh_from == "auto":
+            yield "offload.refresh_from", ["store", "stream"]
+    if offload.group_devices == 0 and request.groups:
+        yield "offload.group_devices", [1, 2]
 
 
 def _plan(request: PlanRequest) -> Plan:

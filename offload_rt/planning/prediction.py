@@ -16,6 +16,7 @@ from offload_rt.drafting.expectations import LATER_CHOICES, expected_tokens
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.levels.base import Cost
 from offload_rt.machine.hardware import AttentionRate, Gpu, ProductRate
+from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
@@ -155,6 +156,27 @@ class Predictor:
         graphed = graph and not (remote or self.request.in_place or shape.kinds.local)
         launching = shape.layers * self.processor.launch_ms
         return Cost(busy, GRAPH_LAUNCH_SHARE * launching if graphed else launching)
+
+    def step_on_two(self, shape: ModelShape, plan: LayerPlan, queries: int, entries: int) -> Cost:
+        # Two devices are no CUDA graph.
+        whole = self.step(shape, queries, entries)
+        first, second = self.request.hardware.gpus[:2]
+
+        def block_ms(gpu: Gpu) -> float:
+            weights = shape.attention_bytes
+            products = max(gpu.read_ms(weights), gpu.compute_ms(2 * queries * weights / shape.dtype.itemsize))
+            attending = self._gpu_attention(gpu, shape, entries, queries) / shape.paged_layers
+            return products + attending / MASKED_ATTENTION_SHARE
+
+        here, there, saved = block_ms(first), block_ms(second), 0.0
+        mlp = first.read_ms(shape.mlp_bytes)
+        for group in plan.groups:
+            remote = len(plan.remote.intersection(group))
+            # The first device waits where its own layers of the group are done before the others arrive.
+            beside = (len(group) - remote) * (here + mlp)
+            waited = max(0.0, EXCHANGE_MS + remote * there - beside) if remote else 0.0
+            saved += remote * here - waited
+        return Cost(whole.busy_ms - saved, whole.launch_ms)
 
     def _products(self, shape: ModelShape, rows: int) -> float:
         """Returns the ms of products of some rows with all weights of a shape."""

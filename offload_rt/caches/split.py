@@ -1,0 +1,234 @@
+"""A bounded cache whose layers are on two devices, each with the KV of the layers that it attends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpu_kv import ChunkMeans, KeysValues, KVLayout, SequenceKV, TransferEngine
+from offload_rt.attention.backends import AttentionBackend, choose_backend
+from offload_rt.attention.sums import AttentionSum, Softmax
+from offload_rt.caches.base import DerivedCache, NewTokens, VerifiedTokens
+from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.full import FullCache
+from offload_rt.caches.local import NO_LOCAL_STATE
+from offload_rt.caches.local_history import LocalLayers
+from offload_rt.host import to_device
+from offload_rt.second_device import SecondDevice
+
+
+class SplitCache(DerivedCache):
+    """Two caches of one policy that see the same passes, each with the KV of some layers.
+
+    All that is done with the second one is enqueued on the stream of its device, as its share of a pass is.
+
+    Args:
+        home: of the layers that the first device attends.
+        there: of the layers in `remote`.
+        close: called when both are released.
+
+    Attributes:
+        remote: layers that the second device attends.
+    """
+
+    recordable = False  # a CUDA graph is of one device
+
+    def __init__(
+        self,
+        home: BoundedCache,
+        there: BoundedCache,
+        second: SecondDevice,
+        remote: frozenset[int],
+        layers: int,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.home, self.there, self.remote = home, there, remote
+        # Those of both are alike, as the same tokens are kept and forgotten.
+        self.speculative, self.local = home.speculative, home.local
+        self._second = second
+        self._layers = [layer for layer in range(layers) if layer not in remote], sorted(remote)
+        self._places = {layer: place for part in self._layers for place, layer in enumerate(part)}
+        self._numbers = [to_device(part, second.home) for part in self._layers]
+        self._close = close
+
+    def _both(self, work: Callable[[Any], object]) -> None:
+        work(self.home)
+        with self._second.on_stream():
+            work(self.there)
+
+    # As the cache of a pass.
+
+    @property
+    def verified_length(self) -> int:
+        return self.home.verified_length
+
+    def begin(self, new: NewTokens) -> None:
+        self._both(lambda cache: cache.begin(new))
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        """Computes attention on the device that the layer is on, where the tensors are."""
+        cache = self.there if layer in self.remote else self.home
+        return cache.attend(self._places[layer], queries, keys, values, softmax)
+
+    def commit(self, kept: Sequence[int]) -> None:
+        self._both(lambda cache: cache.commit(kept))
+
+    def keep(self, entries: Sequence[int]) -> None:
+        self._both(lambda cache: cache.keep(entries))
+
+    def settle(self) -> None:
+        self._both(lambda cache: cache.settle())
+
+    def release(self) -> None:
+        """Returns the memory of both to their pool. The cache must not be used afterwards."""
+        self._both(lambda cache: cache.release())
+        self._close()
+
+    # Of a small model, whose passes fill it.
+
+    @property
+    def sinks(self) -> int:
+        """As `StreamingCache` has it, like the next three."""
+        return self.home.sinks  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def window(self) -> int:
+        return self.home.window  # type: ignore[attr-defined, no-any-return]
+
+    def skip(self, tokens: int) -> None:
+        self._both(lambda cache: cache.skip(tokens))
+
+    def reset(self) -> None:
+        self._both(lambda cache: cache.reset())
+
+    # Of the target, whose full cache it follows.
+
+    @property
+    def mass_chunk(self) -> int | None:  # type: ignore[override]
+        return self.home.mass_chunk
+
+    def build(self, queries: Tensor) -> None:
+        parts = iter([queries.index_select(0, numbers) for numbers in self._numbers])
+        self._both(lambda cache: cache.build(next(parts)))
+
+    def catch_up(self) -> None:
+        self._both(lambda cache: cache.catch_up())
+
+    def take_mass(self, layer: int, total: AttentionSum) -> None:
+        # Both keep scores on the first device, as a pass must not wait for what the second one drafts.
+        cache: Any = self.there if layer in self.remote else self.home
+        cache.take_mass(self._places[layer], total)
+
+    def adopt(self, verified: VerifiedTokens) -> None:
+        here, there = (
+            replace(verified, kv=verified.kv.index_select(0, n), queries=verified.queries.index_select(0, n))
+            for n in self._numbers
+        )
+        home: Any = self.home
+        home.adopt(here)
+        (kv,) = self._second.send(there.kv)
+        with self._second.on_stream():
+            self.there.adopt(replace(there, kv=kv))
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """Some layers of a model, as their cache on another device sees them; see `CausalModel`."""
+
+    layout: KVLayout
+    rotary_frequencies: Tensor
+    local_layers: LocalLayers
+
+    @classmethod
+    def of(cls, model: Any, layers: Sequence[int], second: SecondDevice | None) -> ModelLayers:
+        """Returns some layers of a model; None: on its own device."""
+        device = model.device if second is None else second.device
+        layout = replace(model.kv_layout(), layers=len(layers))
+        return cls(layout, model.rotary_frequencies.to(device), LocalLayers.none())
+
+    def kv_layout(self) -> KVLayout:
+        """Returns the layout of the KV of these layers."""
+        return self.layout
+
+
+class SourceLayers:
+    """Some layers of a full cache, as a cache that is derived from it and lies on `device` sees it.
+
+    Attributes:
+        engine: gathers from the store over the link of that device.
+    """
+
+    def __init__(self, full: FullCache, layers: Sequence[int], second: SecondDevice | None) -> None:
+        self._full = full
+        self.layout = replace(full.layout, layers=len(layers))
+        self.sequence: Any = _SequenceLayers(full.sequence, layers)
+        self.device = full.device if second is None else second.device
+        self.backend: AttentionBackend = full.backend if second is None else choose_backend(second.device)
+        self.local = NO_LOCAL_STATE
+        link = full.engine.link if second is None else second.link
+        self.engine = _GatheringEngine(full.engine, self.sequence, link)
+
+    @property
+    def verified_length(self) -> int:
+        return self._full.verified_length
+
+    @property
+    def scale(self) -> float:
+        scale: float = self._full.scale
+        return scale
+
+
+class _GatheringEngine(TransferEngine):
+    """Reads some layers from the store, to which another engine writes."""
+
+    def __init__(self, writer: TransferEngine, sequence: Any, link: Any) -> None:
+        self._writer = writer
+        # It streams nothing, so that its ring may be small.
+        super().__init__(sequence, link, segment_tokens=sequence.layout.page_size, ring_buffers=2)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+
+class _SequenceLayers:
+    """The KV of some layers of a sequence in the store."""
+
+    def __init__(self, sequence: SequenceKV, layers: Sequence[int]) -> None:
+        self._sequence, self._layers = sequence, layers
+        self.layout = replace(sequence.layout, layers=len(layers))
+
+    @property
+    def length(self) -> int:
+        return self._sequence.length
+
+    @property
+    def summaries(self) -> _MeansOfLayers | None:
+        return self._means(self._sequence.summaries)
+
+    @property
+    def page_means(self) -> _MeansOfLayers | None:
+        return self._means(self._sequence.page_means)
+
+    def _means(self, means: ChunkMeans | None) -> _MeansOfLayers | None:
+        return None if means is None else _MeansOfLayers(means, self._layers)
+
+    def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KeysValues]:
+        return self._sequence.views(self._layers[layer], start, end)
+
+    def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KeysValues] | None:
+        return self._sequence.device_views(self._layers[layer], start, end, device)
+
+
+@dataclass(frozen=True)
+class _MeansOfLayers:
+    """The means of chunks of some layers."""
+
+    whole: ChunkMeans
+    layers: Sequence[int]
+
+    def means(self, layer: int) -> Tensor:
+        return self.whole.means(self.layers[layer])
