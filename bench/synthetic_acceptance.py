@@ -7,12 +7,13 @@ ahead guessed the token after them. Every row of a report that uses it is labell
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
+from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.planning.prediction import RUNNER_UP_HITS
@@ -48,6 +49,11 @@ class NotedProposals:
             self._length = len(view)
         self._asked.append(view)
         return self._drafter.proposal(view, shape)
+
+    def ahead(self, view: TokenView, shapes: Mapping[Outcome, DraftShape]) -> Iterator[DraftAhead]:
+        for drafts in self._drafter.ahead(view, shapes):
+            self._asked += map(view.extended, drafts.proposals())
+            yield drafts
 
     def observe(self, view: TokenView, round: Round) -> None:
         self._length = len(view)

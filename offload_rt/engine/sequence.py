@@ -379,6 +379,8 @@ class TokenSequence:
 
     def _with_budget(self, request: PlanRequest, config: Config) -> Config:
         """Returns `config` with the number of retrieved entries that is fastest with these tiers."""
+        if config.retrieval.budget or not replace(request, config=config).retrieves:
+            return config
         placed = replace(config, store=request.config.store)
         placed = placed.having("offload.resident_tokens", self.tiers.resident_tokens)
         placed = placed.having("offload.cpu_tokens", self.tiers.cpu_tokens)

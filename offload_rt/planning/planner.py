@@ -80,11 +80,6 @@ class Plan:
         return max(1, self.request.config.offload.group_devices) if self.request.groups else 0
 
     @property
-    def late_resident_tokens(self) -> int:
-        """Number of the first GPU's resident tokens that are loaded after the prefill."""
-        return 0 if self.request.in_place else self.request.late_tokens(self.placement.resident_tokens)
-
-    @property
     def gpus(self) -> list[Memory]:
         """Bytes that each GPU holds, by purpose."""
         if self.request.in_place:
@@ -135,7 +130,6 @@ class Plan:
                 "ring_buffers": store.ring_buffers,
                 "segment_tokens": request.segment_tokens,
                 "cpu_attended_tokens": placement.cpu_tokens,
-                "late_resident_tokens": self.late_resident_tokens,
                 "other_gpus": [asdict(gpu) for gpu in placement.gpus],
                 "remote_mlps": request.remote_mlps,
                 "group_devices": self.group_devices,
@@ -152,7 +146,12 @@ def plan(request: PlanRequest) -> Plan:
     ways = [request]
     for key, values in _choices(request):
         ways = [way.having(key, value) for way in ways for value in values]
-    return min(map(_plan, ways), key=lambda one: (not one.fits, one.ms_per_token))
+    predictors = {way: Predictor(fitting) for way in ways if (fitting := _fitting(way))}
+    if not predictors:
+        return _refused(ways[0])
+    rounds = {way: _best_round(predictor) for way, predictor in predictors.items()}
+    chosen = min(rounds, key=lambda way: rounds[way].ms_per_token)
+    return _planned(chosen, predictors[chosen], rounds[chosen])
 
 
 def _choices(request: PlanRequest) -> Iterator[tuple[str, Sequence[object]]]:
@@ -170,17 +169,17 @@ def _choices(request: PlanRequest) -> Iterator[tuple[str, Sequence[object]]]:
         yield "offload.group_devices", [1, 2]
 
 
-def _plan(request: PlanRequest) -> Plan:
-    """Returns the plan of a request whose retrieved cache is decided."""
-    fitting = _fitting(request)
-    told = tuple(assumptions.machine(fitting or request))
-    if fitting is None:
-        cpu = request.context if request.in_place else 0
-        placement = request.placement(0, cpu)
-        return Plan(request, placement, 0, f"{shortage(request)}; {_remedies(request)}", None, told)
-    predictor = Predictor(fitting)
+def _refused(request: PlanRequest) -> Plan:
+    """Returns why a request does not fit, and what comes nearest."""
+    placement = request.placement(0, request.context if request.in_place else 0)
+    refusal = f"{shortage(request)}; {_remedies(request)}"
+    return Plan(request, placement, 0, refusal, None, tuple(assumptions.machine(request)))
+
+
+def _planned(request: PlanRequest, predictor: Predictor, best: RoundTime) -> Plan:
+    """Returns the plan for a request, of whose sizes those of `predictor` fit, with its best round."""
+    fitting = predictor.request
     plain = replace(fitting.having("speculation.levels", ()), given_remote_mlps=fitting.remote_mlps)
-    best = _best_round(predictor)
     predicted = Prediction(
         pass_ms=best.verification.ms,
         draft_ms=best.draft.ms,
@@ -191,8 +190,9 @@ def _plan(request: PlanRequest) -> Plan:
         bottleneck=predictor.bottleneck(best),
         plain_ms_per_token=_best_round(Predictor(plain)).ms_per_token,
     )
-    told += tuple(assumptions.predictions(request, fitting, best, predicted.plain_ms_per_token))
-    return Plan(fitting, best.verification.placement, best.verification.gamma, None, predicted, told)
+    told = assumptions.predictions(request, fitting, best, predicted.plain_ms_per_token)
+    known = (*assumptions.machine(fitting), *told)
+    return Plan(fitting, best.verification.placement, best.verification.gamma, None, predicted, known)
 
 
 def with_budget(request: PlanRequest) -> PlanRequest:

@@ -144,6 +144,7 @@ class Predictor:
         self.request, self.config = request, request.config
         self.target, self.host = request.target, request.hardware.host
         self.processor = next(iter(request.hardware.gpus), self.host)  # what decodes
+        self._ahead_ms: dict[tuple[DraftShape, int], list[float]] = {}
 
     def step(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
         remote = self.request.remote_mlps if shape.name == self.target.name else 0
@@ -228,11 +229,16 @@ class Predictor:
 
     def ahead_ms(self, shape: DraftShape, outcomes: int) -> list[float]:
         """Returns when drafts for several outcomes are there: all at once, if one level draws chains."""
-        if len(self.request.levels) != 1 or shape.kind != "chain":
-            return [count * self.draft(shape).ms for count in range(1, outcomes + 1)]
-        level = self.request.levels[0]
-        together = level.step(self, outcomes, first=True) + level.step(self, outcomes) * (shape.depth - 1)
-        return [together.ms] * outcomes
+        key = shape, outcomes
+        if key not in self._ahead_ms:
+            if len(self.request.levels) != 1 or shape.kind != "chain":
+                draft = self.draft(shape).ms
+                self._ahead_ms[key] = [count * draft for count in range(1, outcomes + 1)]
+            else:
+                level = self.request.levels[0]
+                first, later = level.step(self, outcomes, first=True), level.step(self, outcomes)
+                self._ahead_ms[key] = outcomes * [(first + later * (shape.depth - 1)).ms]
+        return self._ahead_ms[key]
 
     def dense(self, queries: int) -> Cost:
         """Returns the cost of a target pass of `queries` tokens, without attention over the context."""
