@@ -34,8 +34,10 @@ class CudaLink:
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
         self._streams = device_streams(self.device)
-        with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside of it
-            self._yield = torch.zeros(1, device=self.device)  # written by the kernels between pieces
+        # Written by the kernels between pieces, so it is of their stream: memory of another one may still be
+        # read there on behalf of its last owner. Made in inference mode, it would be read-only outside of it.
+        with torch.inference_mode(False), torch.cuda.stream(self._streams.to_device):
+            self._yield = torch.zeros(1, device=self.device)
         self._recording: _CudaRecording | None = None
 
     def copy(
