@@ -484,3 +484,13 @@ def test_a_context_does_not_grow_over_the_border_of_its_frequencies() -> None:
         assert context.tokens == byte_ids(30) and again(context, NEXT).tokens == expected
         beyond.append(byte_ids(PAGE))
         assert again(beyond, NEXT).tokens == fresh(llm, beyond.tokens)
+
+
+def test_a_context_goes_on_to_the_last_position() -> None:
+    """The room that it was opened with is no longer ahead of it."""
+    target = tiny_target("llama-gqa")
+    limit = target.config.max_position_embeddings
+    with LLM.from_models(target, config="retrieval", overrides=SIZES) as llm:
+        context = llm.read(byte_ids(limit - 20), room=20)
+        tokens = [context.generate((), max_tokens=10).tokens for _ in range(2)]
+        assert list(map(len, tokens)) == [10, 10]

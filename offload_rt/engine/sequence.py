@@ -183,7 +183,8 @@ class TokenSequence:
         self._caches = made.caches
         self.verifier = compose(made)
         shared.pool.drop_free()
-        levels, request = levels_of(config), replace(self._request, config=config, context=len(self.tokens))
+        levels = levels_of(config)
+        request = replace(self._request, config=config, context=len(self.tokens), new_tokens=0)
         # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
         overlaps = bool(levels) and levels[-1].guesses and not shared.link.in_place
         self.controller = SpeculationController(
@@ -370,6 +371,8 @@ class TokenSequence:
         for key in ("offload.refresh_from", "retrieval.bits"):  # there is room for what was planned
             if config.value(key) == "auto":
                 config = config.having(key, self.planned.value(key))
+        if config.offload.group_devices == 0:
+            config = config.having("offload.group_devices", self.planned.offload.group_devices)
         for level in levels_of(config):
             level.check_read(self.planned, self._kv.layout.page_size)
         budget = self.planned.retrieval.budget
