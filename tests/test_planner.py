@@ -477,3 +477,11 @@ def test_the_budget_is_that_with_the_least_predicted_time() -> None:
     assert plan(request(wide, context=4096)).request.config.retrieval.budget == 5008
     full = request({"retrieval.budget": 0}, hardware=gpu(memory_bytes=17 * GIB))
     assert plan(full).fits and plan(full).request.config.retrieval.budget < 8192
+
+
+def test_resident_tokens_that_are_proposed_are_whole_pages() -> None:
+    """Also where nothing is paged, so that all of a short context could stay."""
+    windows = find_shape("mistral-7b-v0.1", torch.float32)
+    given = {"offload.resident_tokens": 1024}
+    planned = plan(request(given, context=1, target=windows, hardware=gpu(memory_bytes=20 * GIB), draft=None))
+    assert str(planned.refusal).startswith("GPU 0 (gpu) has 20.0 GiB") and "bfloat16" in str(planned.refusal)

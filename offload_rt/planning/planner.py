@@ -324,7 +324,8 @@ def _remedies(request: PlanRequest) -> str:
 def _change(request: PlanRequest) -> str | None:
     """Returns the flag that makes the request fit at its context; None where none does."""
     if request.given_resident:
-        resident = request.capacities[0]
+        page = request.config.store.page
+        resident = request.capacities[0] // page * page  # a capacity for all of the context is no whole pages
         fewer = request.having("offload.resident_tokens", resident)
         if resident < request.given_resident and not shortage(fewer):
             return f"--set offload.resident_tokens={resident}"
