@@ -127,7 +127,12 @@ def _local_settings(shape: ModelShape) -> dict[str, Any]:
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A model in the shape `name` of `SHAPES` with random weights, the same ones each time."""
-    config: Any = config_of(SHAPES[name], POSITIONS)
+    return model_of(SHAPES[name], device, dtype)
+
+
+def model_of(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model in this shape with random weights, the same ones each time."""
+    config: Any = config_of(shape, POSITIONS)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device), torch.no_grad():
         torch.manual_seed(0)

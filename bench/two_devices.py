@@ -14,17 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from bench.random_models import model_of
 from bench.results import Row
 from cpu_kv import CpuLink, CudaLink
 from offload_rt.attention.backends import choose_backend, torch_threads
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.split import ModelLayers, SplitCache
 from offload_rt.caches.streaming import StreamingCache
+from offload_rt.machine.measuring import CPU
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
+from offload_rt.model.shape import ModelShape
 from offload_rt.second_device import SecondDevice
 
 PLANS = ("groups:2@1", "groups:2", "groups:3", "groups:4")
@@ -50,20 +53,11 @@ def random_draft(
     device: torch.device, dtype: torch.dtype = torch.float32, hidden: int = 256
 ) -> PreTrainedModel:
     """A Llama of 8 layers with random weights: MLPs twice as wide as hidden states, heads of 64."""
-    config: Any = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=8,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        vocab_size=512,
-        max_position_embeddings=262_144,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module: Any = LlamaForCausalLM(config)
-    drafting: PreTrainedModel = module.to(device, dtype).eval()
-    return drafting
+    heads = hidden // 64
+    shape = ModelShape("draft", 8, hidden, 2 * hidden, heads, heads, 64, 512, 0)  # it counts its parameters
+    drafting: Any = model_of(shape, CPU, dtype)
+    moved: PreTrainedModel = drafting.to(device)
+    return moved
 
 
 def _filled(model: Any, case: Case, layers: Sequence[int]) -> StreamingCache:

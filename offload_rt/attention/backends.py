@@ -94,8 +94,11 @@ class AttentionBackend(ABC):
         Args:
             total: the sum so far; None: nothing was added. It stays as it is.
         """
-        parts = self.parts(queries, keys, values, scale, mask)
-        found: Total = self.operators.combine(*parts, *(total or (None, None)))
+        return self.combined(total, *self.parts(queries, keys, values, scale, mask))
+
+    def combined(self, total: Total | None, outs: Tensor, lses: Tensor) -> Total:
+        """Adds what `parts` returns to a sum."""
+        found: Total = self.operators.combine(outs, lses, *(total or (None, None)))
         return found
 
     def add_with_mass(
@@ -130,9 +133,7 @@ class AttentionBackend(ABC):
         self, total: Total | None, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None
     ) -> Total:
         """Does `add` over the first `count` tokens of quantised keys and values; None: all of them."""
-        parts = self.operators.attend_quantized(queries, *layer, count, scale)
-        found: Total = self.operators.combine(*parts, *(total or (None, None)))
-        return found
+        return self.combined(total, *self.operators.attend_quantized(queries, *layer, count, scale))
 
 
 class _TorchBackend(AttentionBackend):

@@ -110,8 +110,7 @@ class AttentionSum:
         """
         heads = len(self._queries)
         folded = lse.reshape(heads, -1)
-        before = self._total or (None, None)
-        self._total = self._backend.operators.combine(fold(out, heads)[None], folded[None], *before)
+        self._total = self._backend.combined(self._total, fold(out, heads)[None], folded[None])
         if mass is not None and self._chunk is not None:
             self.mass.append(MassRange(start // self._chunk, self._chunk, mass, folded))
 

@@ -59,7 +59,7 @@ class ModelDrafter(Verifier, Drafter):
     def ahead(self, view: TokenView, shapes: Mapping[Outcome, DraftShape]) -> Iterator[DraftAhead]:
         together = dict[Outcome, DraftShape]()
         if not self.shape_below.depth and all(shape.kind == "chain" for shape in shapes.values()):
-            room = MAX_RECORDED_SPECULATION - max(len(view) - self.cache.verified_length, 0)
+            room = MAX_RECORDED_SPECULATION - (len(view) - self.cache.verified_length)
             for outcome, shape in shapes.items():
                 if OutcomeForest.nodes(together | {outcome: shape}) > room:
                     break

@@ -38,6 +38,9 @@ from offload_rt.planning.prices import Prices
 from offload_rt.second_device import SecondDevice
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
+PLANNED = {"offload.refresh_from": "auto", "retrieval.bits": "auto", "offload.group_devices": 0}
+"""Keys that are as planned where a config leaves them open, with the values that do."""
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -368,11 +371,9 @@ class TokenSequence:
         """Returns `config` as it can retrieve from this sequence. Raises UsageError where it cannot."""
         if config is self.planned:
             return config
-        for key in ("offload.refresh_from", "retrieval.bits"):  # there is room for what was planned
-            if config.value(key) == "auto":
+        for key, open_value in PLANNED.items():  # there is room for what was planned
+            if config.value(key) == open_value:
                 config = config.having(key, self.planned.value(key))
-        if config.offload.group_devices == 0:
-            config = config.having("offload.group_devices", self.planned.offload.group_devices)
         for level in levels_of(config):
             level.check_read(self.planned, self._kv.layout.page_size)
         budget = self.planned.retrieval.budget
@@ -382,7 +383,7 @@ class TokenSequence:
 
     def _with_budget(self, request: PlanRequest, config: Config) -> Config:
         """Returns `config` with the number of retrieved entries that is fastest with these tiers."""
-        if config.retrieval.budget or not replace(request, config=config).retrieves:
+        if not replace(request, config=config).chooses_budget:
             return config
         placed = replace(config, store=request.config.store)
         placed = placed.having("offload.resident_tokens", self.tiers.resident_tokens)

@@ -82,6 +82,10 @@ class Sizes(Protocol):
         """True where a refresh of a retrieved cache copies its entries from a pass into a second buffer."""
 
     @property
+    def retrieved_share(self) -> float:
+        """Share of the context that a retrieved cache holds, at most 1."""
+
+    @property
     def small_model_acceptance(self) -> float: ...
     @property
     def same_model_acceptance(self) -> float: ...

@@ -258,14 +258,13 @@ class RetrievedLevel(ModelLevel):
         usual = super().acceptance(sizes)
         if sizes is None:
             return usual
-        share = self.config.retrieval.budget / sizes.context
-        return 1 - min(1.0, (1 - usual) * rejections(share, self.config.retrieval.entry_bits))
+        seldom = rejections(sizes.retrieved_share, self.config.retrieval.entry_bits)
+        return 1 - min(1.0, (1 - usual) * seldom)
 
     def _size(self, target: ModelShape) -> RetrievedSize:
         retrieval, layout = self.config.retrieval, target.layout(self.config.store.page)
-        return RetrievedSize.of(
-            layout, retrieval.budget, retrieval.chunk, retrieval.recent, self.config.retrieval.entry_bits
-        )
+        sizes = retrieval.budget, retrieval.chunk, retrieval.recent
+        return RetrievedSize.of(layout, *sizes, retrieval.entry_bits)
 
     def _seen(self, sizes: Sizes) -> int:
         retrieval, size, layout = self.config.retrieval, self._size(sizes.target), sizes.target.layout(1)
@@ -291,13 +290,10 @@ class RetrievedLevel(ModelLevel):
         return memory
 
     def cache_bytes(self, sizes: Sizes) -> int:
-        layout, size, tokens = (
-            sizes.target.layout(1),
-            self._size(sizes.target),
-            sizes.context + sizes.new_tokens,
-        )
+        target, layout = sizes.target, sizes.target.layout(1)
+        size, means = self._size(target), self._means(target, sizes.context + sizes.new_tokens)
         buffers = 2 if sizes.refreshes_from_stream else 1  # one in use, one that is filled
-        one = size.nbytes(layout, self._means(sizes.target, tokens))
+        one = size.nbytes(layout, means)
         return buffers * one + size.staging_bytes(layout)
 
     def refresh(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:

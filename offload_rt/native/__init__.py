@@ -211,8 +211,40 @@ class Kernel:
         Returns:
             `[heads, query, dim]` and `[heads, query]`, float32.
         """
-        heads, count, dim = queries.shape
+        masses = mass, reference, period, step
+        sides: tuple[ctypes.Structure, ctypes.Structure]
+        if isinstance(keys, PackedSide) and isinstance(values, PackedSide):
+            sides = _PackedPages.of(keys), _PackedPages.of(values)
+            entry, call = self._attend_packed, _PackedCall
+        else:
+            sides = _Pages.of(keys), _Pages.of(values)
+            entry, call = self._entry[queries.dtype], _Call
         tokens = keys.shape[0] * keys.shape[2]
+        return self._attend(entry, call, sides, tokens, queries, scale, mask, threads, before, *masses)
+
+    def _attend(
+        self,
+        entry: Callable[..., None],
+        call: type[ctypes.Structure],
+        sides: tuple[ctypes.Structure, ctypes.Structure],
+        tokens: int,
+        queries: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        threads: int | None,
+        before: tuple[Tensor, Tensor] | None,
+        mass: Tensor | None = None,
+        reference: Tensor | None = None,
+        period: int = 1,
+        step: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """Does `attend` by a function of the library.
+
+        Args:
+            entry: takes a `call`.
+            sides: keys and values, of `tokens` tokens.
+        """
+        heads, count, dim = queries.shape
         out = torch.empty(heads, count, dim, dtype=torch.float32)
         lse = torch.empty(heads, count, dtype=torch.float32)
         if out.numel() == 0:
@@ -227,12 +259,7 @@ class Kernel:
         chunks = (1, 1) if mass is None else (mass.stride(1), tokens // mass.shape[2])
         sizes = *addresses, heads, count, tokens, dim, team, *chunks, period, step, scale
         asked = _Pages(queries.data_ptr(), 0, *queries.stride()[:2], count)
-        if isinstance(keys, PackedSide) and isinstance(values, PackedSide):
-            packed = _PackedCall(asked, _PackedPages.of(keys), _PackedPages.of(values), *sizes)
-            self._attend_packed(ctypes.byref(packed))
-        else:
-            call = _Call(asked, _Pages.of(keys), _Pages.of(values), *sizes)
-            self._entry[queries.dtype](ctypes.byref(call))
+        entry(ctypes.byref(call(asked, *sides, *sizes)))
         return out, lse
 
     def supports_quantized(self, queries: Tensor, layer: QuantizedLayer) -> bool:
@@ -252,21 +279,12 @@ class Kernel:
         before: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Does `attend` over the tokens of a quantised layer, without a mask."""
-        heads, count, dim = queries.shape
-        tokens = layer.key_codes.shape[1]
-        out = torch.empty(heads, count, dim, dtype=torch.float32)
-        lse = torch.empty(heads, count, dtype=torch.float32)
-        if out.numel() == 0:
-            return out, lse
+        dim = queries.shape[-1]
         keys = _Quantized.of(layer.key_codes, layer.key_ranges, dim)
         values = _Quantized.of(layer.value_codes, layer.value_ranges, dim)
-        kept = (out, lse, *(one.contiguous() for one in before or ()))  # until the call has ended
-        addresses = [one.data_ptr() for one in kept] + (7 - len(kept)) * [None]
-        team = torch.get_num_threads() if threads is None else threads
-        sizes = heads, count, tokens, dim, team, 1, 1, 1, 1, scale
-        call = _QuantizedCall(_Pages.of(queries[None]), keys, values, *addresses, *sizes)
-        self._quantized[queries.dtype, layer.bits](ctypes.byref(call))
-        return out, lse
+        entry, tokens = self._quantized[queries.dtype, layer.bits], layer.key_codes.shape[1]
+        sides = keys, values
+        return self._attend(entry, _QuantizedCall, sides, tokens, queries, scale, None, threads, before)
 
     def quantize(self, keys: Tensor, values: Tensor, layer: QuantizedLayer) -> None:
         """Quantises keys and values `[heads, tokens, dim]` into a layer of as many tokens."""

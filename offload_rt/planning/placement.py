@@ -84,6 +84,11 @@ class PlanRequest:
         return any(isinstance(level, RetrievedLevel) for level in self.levels)
 
     @property
+    def chooses_budget(self) -> bool:
+        """How many entries are retrieved is left to the planner."""
+        return self.config.retrieval.budget == 0 and self.retrieves
+
+    @property
     def retrieved_share(self) -> float:
         """Share of the context that a retrieved cache holds."""
         return min(1.0, self.config.retrieval.budget / self.context)

@@ -157,7 +157,7 @@ def plan(request: PlanRequest) -> Plan:
 def _choices(request: PlanRequest) -> Iterator[tuple[str, Sequence[object]]]:
     """Yields the keys that the config leaves to the planner, and their values."""
     retrieval, offload = request.config.retrieval, request.config.offload
-    if request.retrieves and not retrieval.budget:
+    if request.chooses_budget:
         least = max(retrieval.always_held, BUDGETS[0])
         yield "retrieval.budget", [least, *(size for size in BUDGETS if least < size < 2 * request.context)]
     if request.retrieves and not request.in_place:
@@ -197,7 +197,7 @@ def _planned(request: PlanRequest, predictor: Predictor, best: RoundTime) -> Pla
 
 def with_budget(request: PlanRequest) -> PlanRequest:
     """Returns the request with as many retrieved entries as its plan has, and otherwise as it is."""
-    if request.config.retrieval.budget or not request.retrieves:
+    if not request.chooses_budget:
         return request
     return request.having("retrieval.budget", plan(request).request.config.retrieval.budget)
 

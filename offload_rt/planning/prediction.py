@@ -340,8 +340,9 @@ class Predictor:
         # What may follow a tree is not guessed.
         guessed = drafted.depth and drafted.kind == "chain" and request.levels[-1].guesses
         most = self.config.offload.ahead if guessed and not request.in_place else 0
+        likely = outcome_chances(request.acceptance, drafted.depth)
         for count in range(1, 1 + most):
-            guesses = outcome_chances(request.acceptance, drafted.depth)[:count]
+            guesses = likely[:count]
             sooner = late
             for chance, ready in zip(guesses, self.ahead_ms(drafted, count), strict=False):
                 sooner -= chance * max(0.0, late - max(verification.ms, busy + ready))

@@ -27,7 +27,7 @@ class Prices:
     def __init__(self, request: PlanRequest, tiers: Tiers) -> None:
         self._request = request
         self._tiers = tiers
-        self._found: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._found: dict[tuple[object, ...], tuple[float, float, Predictor]] = {}
 
     def pass_ms(self, length: int, shape: DraftShape) -> float:
         """Time in ms to verify a draft of `shape` behind `length` tokens."""
@@ -39,17 +39,16 @@ class Prices:
 
     def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> float:
         """Time in ms to make such drafts for several outcomes of a pass."""
-        return self._price(length, shape, outcomes)[2]
+        return self._price(length, shape)[2].ahead_ms(shape, outcomes)[-1]
 
-    def _price(self, length: int, shape: DraftShape, outcomes: int = 1) -> tuple[float, float, float]:
+    def _price(self, length: int, shape: DraftShape) -> tuple[float, float, Predictor]:
         step = round(math.log(max(1, length), LENGTH_STEP))
-        key = step, shape.kind, shape.depth, shape.widths, shape.nodes, outcomes
+        key = step, shape.kind, shape.depth, shape.widths, shape.nodes
         if key not in self._found:
             priced = max(1, min(round(LENGTH_STEP**step), self._request.target.max_positions))
             predictor = Predictor(replace(self._request, context=priced, new_tokens=0))
             verification = predictor.verification(self._placement(priced), shape)
-            drafting, ahead = predictor.draft(shape), predictor.ahead_ms(shape, outcomes)
-            self._found[key] = verification.ms, drafting.ms, ahead[-1]
+            self._found[key] = verification.ms, predictor.draft(shape).ms, predictor
         return self._found[key]
 
     def _placement(self, length: int) -> Placement:
