@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.expectations import RUNNER_UP_HITS
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.planning.prediction import RUNNER_UP_HITS
 from offload_rt.rejection_sampling import Draft, Verdict
 from offload_rt.sampling import Draws
 

@@ -227,8 +227,8 @@ class Free:
 
     draft_ms = pass_ms
 
-    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> float:
-        return 0.0
+    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> list[float]:
+        return outcomes * [0.0]
 
 
 class BackgroundAtOnce:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from random import Random
 
@@ -49,8 +49,8 @@ class Costs:
     def draft_ms(self, length: int, shape: DraftShape) -> float:
         return self.step_ms * shape.depth
 
-    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> float:
-        return outcomes * self.draft_ms(length, shape)
+    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> list[float]:
+        return [count * self.draft_ms(length, shape) for count in range(1, outcomes + 1)]
 
 
 def controller(
@@ -75,19 +75,24 @@ def observe(
     *,
     proposed: int | None = None,
     draft_ms: float = 0.0,
+    ahead_ms: float = 0.0,
+    drawn_ahead: tuple[tuple[int, int], ...] = (),
 ) -> None:
-    accepted, times = tokens - 1, dict.fromkeys(("started", "ahead_ms", "verdict_ms"), 0.0)
+    accepted = tokens - 1
     round = Round([0] * tokens, accepted, accepted, [(accepted, 0)], None, *torch.empty(2, 0))
     took = RoundTimes(
+        started=0.0,
         ms=ms,
         draft_ms=draft_ms,
         pass_ms=ms - draft_ms,
+        ahead_ms=ahead_ms,
+        verdict_ms=0.0,
         guessed=None,
         asked=asked,
         proposed=asked if proposed is None else proposed,
         accepted=accepted,
         drawn=asked,
-        **times,
+        drawn_ahead=drawn_ahead,
     )
     subject.observe(100, round, took)
 
@@ -311,9 +316,44 @@ def test_drafts_that_a_pass_hides_are_nearly_free() -> None:
 
 def test_how_many_outcomes_are_drafted_for() -> None:
     costs = Costs(100.0, 0.0, 5.0)  # a draft of 8 takes 40 ms: two of them fit beside a pass
-    assert controller(costs, ahead=4).outcomes(100) == 4, "the clock ends drafting in time"
-    assert controller(costs, ahead=4, clock=False).outcomes(100) == 2
-    assert controller(Costs(100.0, 0.0, 0.0), ahead=4, clock=False).outcomes(100) == 4
+    assert controller(costs, ahead=4).outcomes == 4, "the clock ends drafting in time"
+    assert controller(costs, ahead=4, clock=False).outcomes == 2
+    assert controller(Costs(100.0, 0.0, 0.0), ahead=4, clock=False).outcomes == 4
+
+
+@dataclass(frozen=True)
+class Together(Costs):
+    """Drafts for several outcomes are drawn together; each further one makes a level longer by `more`.
+
+    They take `beside` times as long as it was predicted for a processor that no pass shares.
+    """
+
+    more: float = 1.0
+    beside: float = 1.0
+
+    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> list[float]:
+        return outcomes * [self.beside * self.draft_ms(length, shape) * (1 + self.more * (outcomes - 1))]
+
+
+def test_further_outcomes_are_drafted_for_while_they_delay_the_likeliest_too_little() -> None:
+    assert controller(Together(100.0, 0.0, 10.0, more=0.05), ahead=4).outcomes == 4
+    assert controller(Together(100.0, 0.0, 10.0, more=1.0), ahead=4).outcomes == 1
+    assert controller(Together(100.0, 0.0, 10.0, more=0.5), ahead=4, clock=False).outcomes == 1
+    assert controller(Costs(), (CHAIN.deep(0),), ahead=4).outcomes == 0
+
+
+def test_drafts_for_several_outcomes_do_not_make_one_draft_look_slow() -> None:
+    """Each kind of draft is compared with its own prediction."""
+    predicted = Together(100.0, 0.0, 12.0)
+    measured = replace(predicted, beside=3.0)
+    subject = controller(predicted, DEPTHS, ahead=2, step_down=False)
+    for _ in range(12):
+        asked = subject.shape(1000)
+        draft_ms, ahead_ms = measured.draft_ms(100, asked), measured.ahead_ms(100, asked, 2)[-1]
+        times = {"draft_ms": draft_ms, "ahead_ms": ahead_ms}
+        observe(subject, asked.depth, 5, 100.0 + draft_ms, **times, drawn_ahead=((asked.depth, 2),))
+    foreseen = controller(measured, DEPTHS, acceptance=subject.acceptance.rate, ahead=2, step_down=False)
+    assert subject.shape(1000) == foreseen.shape(1000)
 
 
 def test_acceptance_follows_what_is_seen_by_rank() -> None:

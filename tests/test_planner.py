@@ -11,14 +11,14 @@ from machine_cases import DESKTOP, HOST
 from plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, host, request
 
 from offload_rt.caches.buffers import whole_pages
-from offload_rt.drafting.expectations import DRAFT_LENGTHS, expected_tokens
+from offload_rt.drafting.expectations import DRAFT_LENGTHS, expected_tokens, outcome_chances
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, KNOWN_GPUS, AttentionRate, Hardware, named_hardware
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.planning.placement import PlanRequest, gpu_memory, host_memory, shortage
 from offload_rt.planning.planner import Prediction, plan
-from offload_rt.planning.prediction import Predictor, attention_rate, outcome_chances
+from offload_rt.planning.prediction import Predictor, attention_rate
 from offload_rt.toml import load_config
 
 

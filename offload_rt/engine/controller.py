@@ -1,9 +1,10 @@
-"""Chooses the draft shape and when to fall back to plain decoding.
+"""Chooses the draft shape, how many outcomes are drafted for, and when to fall back to plain decoding.
 
 A verification takes hardly longer for many tokens than for one, but the chance that the last of them is
 accepted falls with each. The controller picks the shape with the least time a token: predicted by the
-planner, corrected by one measured ratio for verification passes and one for drafts. While speculation is
-slower than plain decoding it is switched off for a while, and tried again after longer and longer breaks.
+planner, corrected by one measured ratio each for verification passes, for drafts and for drafts made ahead,
+which share the processor with a pass. While speculation is slower than plain decoding it is switched off for
+a while, and tried again after longer and longer breaks.
 
 Measured time decides only whether drawing *begins*: what has been drawn is used, since its cost depends on
 its tokens. Where random numbers are drawn no clock decides at all, because a seed repeats its tokens only if
@@ -19,7 +20,7 @@ from statistics import fmean, median
 from typing import Protocol
 
 from offload_rt.drafting.base import Round
-from offload_rt.drafting.expectations import LATER_CHOICES
+from offload_rt.drafting.expectations import LATER_CHOICES, outcome_chances
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.model.scheduler import BackgroundPass
 
@@ -49,7 +50,9 @@ class RoundTimes:
         guessed: a draft had been made ahead for the verdict; None: none was made for any outcome.
         asked: depth of the draft that was wanted; 0: the round was to be plain.
         proposed, accepted: tokens.
-        drawn: levels that were drawn, of this round's draft and of drafts made ahead.
+        drawn: levels of this round's draft that were drawn before the pass.
+        drawn_ahead: levels that were drawn while the pass ran, each run of them with the number of outcomes
+            that it was drawn for together.
     """
 
     started: float
@@ -63,6 +66,7 @@ class RoundTimes:
     proposed: int
     accepted: int
     drawn: int
+    drawn_ahead: tuple[tuple[int, int], ...] = ()
 
 
 class Prices(Protocol):
@@ -72,7 +76,7 @@ class Prices(Protocol):
 
     def draft_ms(self, length: int, shape: DraftShape) -> float: ...
 
-    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> float: ...
+    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> Sequence[float]: ...
 
 
 class RunningAcceptance:
@@ -142,9 +146,10 @@ class SpeculationController:
         self._clock = clock
         self._watches = step_down and any(shape.depth for shape in shapes)
         self._length = self._rounds = 0
-        self._best: DraftShape | None = None
+        self._best: tuple[DraftShape, int] | None = None
         self._passes: deque[tuple[float, float]] = deque(maxlen=MEMORY)  # predicted, measured
         self._drafts: deque[tuple[float, float]] = deque(maxlen=MEMORY)
+        self._drafts_ahead: deque[tuple[float, float]] = deque(maxlen=MEMORY)
         self._plain_ms: deque[float] = deque(maxlen=WINDOW)
         self._judged: list[float] = []  # ms of drafted rounds
         self._yields: deque[int] = deque(maxlen=YIELDS)
@@ -154,8 +159,8 @@ class SpeculationController:
     def begin(self, length: int) -> None:
         """Called before a sequence of `length` tokens is continued."""
         self._length = length
-        shape, plain = self._wanted(), self._prices.pass_ms(length, CHAIN)
-        if self._watches and self._round_ms(shape) / shape.expected_tokens(self.acceptance.rates) > plain:
+        shape, plain = self._wanted()[0], self._prices.pass_ms(length, CHAIN)
+        if self._watches and self._round(shape)[0] / shape.expected_tokens(self.acceptance.rates) > plain:
             self._break = FORESEEN_BREAK
             self._fall_back()
 
@@ -166,19 +171,13 @@ class SpeculationController:
         probing = self._watches and self._clock and self._rounds > 0 and not self._plain_ms
         if probing or self._checks > 0 or self._break_left > 0:
             return CHAIN
-        wanted = self._wanted()
+        wanted, _ = self._wanted()
         return wanted.deep(max(0, min(wanted.depth, room)), self.acceptance.rates)
 
-    def outcomes(self, length: int) -> int:
-        """Returns the number of outcomes of a pass behind `length` tokens to draft for while it runs.
-
-        As many as are predicted to end with the pass, where the clock may not end drafting then.
-        """
-        if self._clock or not self.ahead:
-            return self.ahead
-        shape = self._wanted()
-        pass_ms, counts = self._prices.pass_ms(length, shape), range(1, self.ahead + 1)
-        return max((n for n in counts if self._prices.ahead_ms(length, shape, n) <= pass_ms), default=0)
+    @property
+    def outcomes(self) -> int:
+        """Number of outcomes of the next pass to draft for while it runs."""
+        return self._wanted()[1]
 
     def over(self, running: BackgroundPass) -> bool:
         """Returns whether a pass is over, so that no more drafts for its outcomes are begun."""
@@ -187,7 +186,7 @@ class SpeculationController:
     def observe(self, length: int, round: Round, times: RoundTimes) -> None:
         """Called after a round behind `length` tokens."""
         self._rounds += 1
-        shape, self._best, self._length = self._wanted(), None, length
+        (shape, _), self._best, self._length = self._wanted(), None, length
         self.acceptance.observe(round.tries)
         if times.asked == times.proposed == 0:
             self._observe_plain(len(round.tokens), times.ms)
@@ -199,8 +198,13 @@ class SpeculationController:
             verified = CHAIN.deep(times.proposed)  # the price of a pass depends on the size alone
             self._passes.append((self._prices.pass_ms(length, verified), times.pass_ms + times.verdict_ms))
             drawn = shape.deep(times.drawn)
-            self._drafts.append((self._prices.draft_ms(length, drawn), times.draft_ms + times.ahead_ms))
-        self._judged.append(times.ms if self._clock else self._round_ms(shape))
+            self._drafts.append((self._prices.draft_ms(length, drawn), times.draft_ms))
+            ahead = (
+                self._prices.ahead_ms(length, shape.deep(levels), outcomes)[-1]
+                for levels, outcomes in times.drawn_ahead
+            )
+            self._drafts_ahead.append((sum(ahead), times.ahead_ms))
+        self._judged.append(times.ms if self._clock else self._round(shape)[0])
         self._yields.append(len(round.tokens))
         if self._watches and self._checks == 0 and len(self._judged) >= WINDOW:
             self._judge()
@@ -243,25 +247,32 @@ class SpeculationController:
         self._judged.clear()
         self._yields.clear()
 
-    def _wanted(self) -> DraftShape:
-        """The shape with the least time a token; the same all through a round, so chosen once."""
+    def _wanted(self) -> tuple[DraftShape, int]:
+        """The shape with the least time a token, and the outcomes to draft for; chosen once a round."""
         if self._best is None:
-            rates, several = self.acceptance.rates, len(self._shapes) > 1
-            self._best = (
-                max(self._shapes, key=lambda one: one.expected_tokens(rates) / self._round_ms(one))
-                if several
-                else self._shapes[0]
-            )
+            rates, found = self.acceptance.rates, [(shape, *self._round(shape)) for shape in self._shapes]
+            shape, _, outcomes = min(found, key=lambda one: one[1] / one[0].expected_tokens(rates))
+            self._best = shape, outcomes
         return self._best
 
-    def _round_ms(self, shape: DraftShape) -> float:
-        """Expected time of a round with such a draft."""
+    def _round(self, shape: DraftShape) -> tuple[float, int]:
+        """Expected ms of a round with such drafts, and how many outcomes of its pass to draft for."""
         pass_ms = _ratio(self._passes) * self._prices.pass_ms(self._length, shape)
         draft_ms = _ratio(self._drafts) * self._prices.draft_ms(self._length, shape)
-        if not self.ahead or shape.kind != "chain":  # what may follow a tree is not guessed
-            return pass_ms + draft_ms
-        guessed = self.acceptance.rate ** (shape.depth + 1)
-        return guessed * max(pass_ms, draft_ms) + (1.0 - guessed) * (pass_ms + draft_ms)
+        best = pass_ms + draft_ms, 0
+        if not shape.depth or shape.kind != "chain":  # what may follow a tree is not guessed
+            return best
+        chances, ratio = outcome_chances(self.acceptance.rate, shape.depth), _ratio(self._drafts_ahead)
+        for count in range(1, self.ahead + 1):
+            ready = [ratio * ms for ms in self._prices.ahead_ms(self._length, shape, count)]
+            ended = pass_ms if self._clock else max(pass_ms, ready[-1])
+            # A draft that is not complete when drafting ahead ends is continued behind the verdict.
+            guessed = sum(
+                chance * min(1.0, ended / ms if ms else 1.0)
+                for chance, ms in zip(chances, ready, strict=False)
+            )
+            best = min(best, (ended + (1.0 - guessed) * draft_ms, count), key=lambda one: (one[0], -one[1]))
+        return best
 
 
 def _ratio(observed: deque[tuple[float, float]]) -> float:

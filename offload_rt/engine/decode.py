@@ -33,13 +33,13 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
         draft = yield from proposal.complete()
     drafted = clock.now()
 
-    outcomes = controller.outcomes(len(view)) if len(draft) else 0
+    outcomes = controller.outcomes if len(draft) else 0
     if outcomes:
         sequence.full.catch_up()  # afterwards drafting needs nothing of what the pass uses
     verification = verifier.verification(view, draft)
     running: BackgroundPass = yield StartPass(verification, sequence.full)
 
-    ahead, depth_ahead = yield from draft_ahead(sequence, proposal, running, outcomes)
+    ahead, drawn_ahead = yield from draft_ahead(sequence, proposal, running, outcomes)
     made = clock.now()
     output = yield AwaitPass(running)
 
@@ -59,7 +59,8 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
         asked=shape.depth,
         proposed=round.proposed,
         accepted=round.accepted,
-        drawn=_depth(draft) - resumed + depth_ahead,
+        drawn=_depth(draft) - resumed,
+        drawn_ahead=drawn_ahead,
     )
     sequence.extend(round, times)
     return round
@@ -67,16 +68,16 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
 
 def draft_ahead(
     sequence: TokenSequence, proposal: Proposal, running: BackgroundPass, most: int
-) -> Work[tuple[dict[Outcome, Proposal], int]]:
+) -> Work[tuple[dict[Outcome, Proposal], tuple[tuple[int, int], ...]]]:
     """Drafts the next round while a pass runs, for up to `most` of its outcomes.
 
     Returns:
-        The drafts, and how many levels were drawn for them.
+        The drafts, and the levels that were drawn for them (see `RoundTimes.drawn_ahead`).
     """
     verifier, controller, view = sequence.verifier, sequence.controller, sequence.view
-    made, depth = dict[Outcome, Proposal](), 0
+    made, levels = dict[Outcome, Proposal](), list[tuple[int, int]]()
     if not (most and controller.shape(sequence.room - 2).depth) or controller.over(running):
-        return made, depth
+        return made, ()
     with sequence.timeline.span("draft", "ahead"):
         outcomes = yield from proposal.outcomes(most, controller.acceptance.rate)
         shapes = {outcome: controller.shape(sequence.room - len(outcome) - 1) for outcome in outcomes}
@@ -86,9 +87,10 @@ def draft_ahead(
                 break
             while not controller.over(running) and (yield from drafts.step()):
                 pass
-            made |= drafts.proposals()
-            depth += drafts.depth
-    return made, depth
+            drawn_now = drafts.proposals()
+            made |= drawn_now
+            levels.append((drafts.depth, len(drawn_now)))
+    return made, tuple(levels)
 
 
 def _depth(draft: Draft) -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offload_rt.config import shown
-from offload_rt.drafting.expectations import DRAFT_LENGTHS, REJECTIONS_POWER, SECOND_CHOICE
+from offload_rt.drafting.expectations import DRAFT_LENGTHS, REJECTIONS_POWER, RUNNER_UP_HITS, SECOND_CHOICE
 from offload_rt.machine.hardware import GIB
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.prediction import (
     EXCHANGE_MS,
     FUSED_ROWS,
     PACKED_ATTENTION,
-    RUNNER_UP_HITS,
     RoundTime,
     product_rates,
 )

@@ -7,12 +7,11 @@ Without a GPU the CPU does everything, one thing after another. All times are in
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from offload_rt.drafting.expectations import LATER_CHOICES, expected_tokens
+from offload_rt.drafting.expectations import LATER_CHOICES, expected_tokens, outcome_chances
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.levels.base import Cost
 from offload_rt.machine.hardware import AttentionRate, Gpu, ProductRate
@@ -36,9 +35,6 @@ MASKED_ATTENTION_SHARE = 0.5
 """Share of the memory rate that masked attention reaches over a few thousand entries. An estimate."""
 GATHER_SHARE = 0.7
 """Share of the link's rate at which a kernel gathers chunks from page-locked memory. An estimate."""
-RUNNER_UP_HITS = 0.5
-"""Share of rejections whose token is the draft's runner-up. The demo pair, greedy at 16K tokens of three
-books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the small model did."""
 FUSED_ROWS = 64
 """Most rows whose products read quantised weights as they are stored, where none were measured; for more rows
 weights are expanded first."""
@@ -97,17 +93,6 @@ class RoundTime:
     @property
     def ms_per_token(self) -> float:
         return self.ms / self.tokens
-
-
-@functools.lru_cache(maxsize=1024)
-def outcome_chances(acceptance: float, gamma: int) -> tuple[float, ...]:
-    """Returns the chances of the verdicts that can be guessed, the likeliest first.
-
-    One verdict is that all tokens are accepted and the next one is the drafter's own: α^γ·α. The others are
-    rejections at the first, second … token, α^j·(1−α) each, where the runner-up is guessed.
-    """
-    rejected = (acceptance**place * (1 - acceptance) * RUNNER_UP_HITS for place in range(gamma))
-    return tuple(sorted((acceptance ** (gamma + 1), *rejected), reverse=True))
 
 
 def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:

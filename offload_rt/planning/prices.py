@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -37,9 +38,9 @@ class Prices:
         """Time in ms to make such a draft."""
         return self._price(length, shape)[1]
 
-    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> float:
-        """Time in ms to make such drafts for several outcomes of a pass."""
-        return self._price(length, shape)[2].ahead_ms(shape, outcomes)[-1]
+    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> Sequence[float]:
+        """Times in ms at which such drafts for several outcomes of a pass are complete."""
+        return self._price(length, shape)[2].ahead_ms(shape, outcomes)
 
     def _price(self, length: int, shape: DraftShape) -> tuple[float, float, Predictor]:
         step = round(math.log(max(1, length), LENGTH_STEP))
