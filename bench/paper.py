@@ -46,6 +46,8 @@ BUDGETS = (128, 64, 32, 16, 8)
 """The retrieved cache holds one over these of the context."""
 DEPTH = 16  # of the chains whose acceptance the theory starts from
 PAPER_CEILING = 13.1
+TRIFORCE: Mapping[str, object] = {"speculation.levels": ["draft:streaming", "target:retrieved"]}
+"""The paper's levels: the config `triforce` also looks up what followed the end of the text before."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def temperatures(study: Continued) -> Iterator[Variant]:
     TriForce, table 2; on chip there.
     """
     for heat, paper in TEMPERATURES.items():
-        yield Variant(f"triforce, T = {heat:g}", "triforce", paper=paper, sampling={"temperature": heat})
+        yield Variant(f"triforce, T = {heat:g}", "triforce", TRIFORCE, paper, {"temperature": heat})
     hierarchy = {"speculation.levels": ["draft:streaming", "target:streaming"]}
     yield Variant("retrieval without hierarchy", "retrieval", paper=1.80)
     yield Variant("StreamingLLM without hierarchy", "streaming", paper=1.75)
@@ -101,7 +103,7 @@ def gammas(study: Continued) -> Iterator[Variant]:
     """
     depths = [(first, 6, paper) for first, paper in GAMMA_1.items()]
     for first, second, paper in [*depths, *((2, second, paper) for second, paper in GAMMA_2.items())]:
-        keys = {"speculation.gamma1": first, "speculation.gamma2": second}
+        keys = {**TRIFORCE, "speculation.gamma1": first, "speculation.gamma2": second}
         yield Variant(f"γ1 = {first}, γ2 = {second}", "triforce", keys, paper)
 
 
@@ -112,7 +114,7 @@ def lengths(study: Continued) -> Iterator[Variant]:
     TriForce, table 7.
     """
     for count, paper in LENGTHS.items():
-        yield Variant(f"{count} tokens", "triforce", paper=paper, sampling={"max_tokens": count})
+        yield Variant(f"{count} tokens", "triforce", TRIFORCE, paper, {"max_tokens": count})
 
 
 @sweep
@@ -146,7 +148,8 @@ def sources(study: Continued) -> Iterator[Variant]:
         yield Variant(f"without a layer, {name}", "retrieval", skipping, paper)
     yield Variant("EasySpec", "easyspec")
     yield Variant("trees", "trees")
-    yield Variant("triforce", "triforce", paper=2.19)
+    yield Variant("triforce", "triforce", TRIFORCE, 2.19)
+    yield Variant("triforce, suffixes of the text first", "triforce")
 
 
 def acceptance_of(tokens: float, depth: int) -> float:

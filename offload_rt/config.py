@@ -137,6 +137,9 @@ class LevelConfig:
     # (`DraftShape`).
     draft: str = "chain"
     merge: str = ""  # `lookup`, `suffix` or `datastore`: its finds join the draft
+    # The same names, of a level that drafts for another one: what is found is proposed in place of a draft,
+    # which is drawn where nothing is found.
+    prefer: str = ""
 
     @property
     def name(self) -> str:
@@ -226,6 +229,8 @@ class LookupConfig:
 
     max_ngram: Annotated[int, 0, LONGEST_MATCH] = 4  # `suffix` has no longest one
     min_ngram: Positive = 1
+    # The shortest whose find replaces a draft (`prefer`): after a shorter one, models know better.
+    prefer_ngram: Positive = 4
 
     def __post_init__(self) -> None:
         rule = f"must be at least lookup.min_ngram = {self.min_ngram}"

@@ -28,7 +28,7 @@ from enumeration import (
 from table_models import Level, Parts, head, nothing, small_model, target_over
 
 from offload_rt.drafting.base import TokenView
-from offload_rt.drafting.merged import MergedDrafter
+from offload_rt.drafting.merged import MergedDrafter, PreferredDrafter
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
 from offload_rt.drafting.verifier import Sampling
@@ -96,6 +96,11 @@ def merged(level: Level, beside: Callable[..., Source]) -> Level:
     return lambda *given: MergedDrafter(level(*given), beside(*given))
 
 
+def preferred(level: Level, beside: Callable[..., Source], depth: int) -> Level:
+    """A level whose drafts, of `depth` tokens, the finds of a token source replace."""
+    return lambda *given: PreferredDrafter(level(*given), beside(*given), depth)
+
+
 lookup = source(NGrams, 2, 1)
 suffixes = source(SuffixAutomaton, 1)
 stored = source(Stored, 2, 1)
@@ -114,6 +119,8 @@ COMPOSITIONS: dict[str, Build] = {
     "lookup, retrieval": (retrieved(lookup, TWO), THREE),
     "head": (head, THREE),
     "head, retrieval": (retrieved(head, TWO), TWO),
+    "triforce, finds first": (retrieved(preferred(small_model(), suffixes, 1), THREE), THREE),
+    "head, finds first": (retrieved(preferred(head, lookup, 2), TWO), TWO),
     "three levels": (retrieved(target_over("streaming", small_model(), ONE), ONE), TWO),
 }
 

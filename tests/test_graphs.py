@@ -422,7 +422,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    ("config", "recorded"), [("naive", 4), ("streaming", 4), ("retrieval", 2 * 4), ("triforce", 2 + 2 * 4)]
+    ("config", "recorded"), [("naive", 4), ("streaming", 4), ("retrieval", 2 * 4), ("triforce", 2 + 2 * 10)]
 )
 def test_what_recurs_is_recorded_before_the_first_pass(
     config: str, recorded: int, monkeypatch: pytest.MonkeyPatch

@@ -48,7 +48,10 @@ def earlier(text: Sequence[int], end: Sequence[int]) -> list[int]:
 def test_the_longest_end_that_occurred_is_found(
     kind: str, portions: list[list[int]], speculated: list[int], sizes: list[int], depth: int
 ) -> None:
-    """Whatever was looked up before. N-grams take the newest occurrence that a verified token follows."""
+    """Whatever was looked up before. N-grams take the newest occurrence that a verified token follows.
+
+    Of a suffix no more follows than matched.
+    """
     (shortest, longest), ngrams, text = sizes, kind == "n-grams", list[int]()
     source: Source = NGrams(longest, shortest) if ngrams else SuffixAutomaton(shortest)
     for portion in portions:
@@ -60,8 +63,11 @@ def test_the_longest_end_that_occurred_is_found(
             # To an automaton, the text's own end is an occurrence of what is speculated behind it.
             settled = text if ngrams or whole == text else [*text, END]
             most = min(longest, len(whole)) if ngrams else len(whole)
-            places = (earlier(settled, whole[len(whole) - size :]) for size in range(most, shortest - 1, -1))
-            allowed = [whole[at : at + depth] for at in next(filter(None, places), [])]
+            lengths = range(most, shortest - 1, -1)
+            occurrences = ((size, earlier(settled, whole[len(whole) - size :])) for size in lengths)
+            matched, places = next((one for one in occurrences if one[1]), (0, []))
+            follows = depth if ngrams else min(depth, matched)
+            allowed = [whole[at : at + follows] for at in places]
             found = [list(one) for one in source.find(view, depth)]
             assert len(found) == bool(allowed)
             assert not found or found[0] in (allowed[-1:] if ngrams else allowed)

@@ -1,4 +1,4 @@
-"""A model's draft joined by the finds of a look-up: two ways to be right in one verification."""
+"""A model's draft and the finds of a look-up: both in one verification, or a find in place of the draft."""
 
 from __future__ import annotations
 
@@ -42,6 +42,40 @@ class MergedDrafter(Drafter):
     def ahead(self, view: TokenView, shapes: Mapping[Outcome, DraftShape]) -> Iterator[DraftAhead]:
         for drafts in self._drafter.ahead(view, shapes):
             yield MergedAhead(self._source, drafts, view, shapes)
+
+    def observe(self, view: TokenView, round: Round) -> None:
+        self._source.observe(view, round)
+        self._drafter.observe(view, round)
+
+
+class PreferredDrafter(Drafter):
+    """Proposes what `source` finds, and what `drafter` draws where nothing is found.
+
+    Tokens of the sequence alone decide which of them proposes, and a find's probability is 1.
+
+    Args:
+        depth: most tokens that `drafter` draws; finds may be longer.
+    """
+
+    def __init__(self, drafter: Drafter, source: Source, depth: int) -> None:
+        self._drafter = drafter
+        self._source = source
+        self._depth = depth
+        self.wants_hidden = drafter.wants_hidden
+
+    @property
+    def levels(self) -> list[LevelStats]:
+        return self._drafter.levels
+
+    def prefill(self, view: TokenView) -> Work[None]:
+        yield from self._source.prefill(view)
+        yield from self._drafter.prefill(view)
+
+    def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
+        found = self._source.proposal(view, CHAIN.deep(shape.depth))
+        if len(found.draft()):
+            return found
+        return self._drafter.proposal(view, shape.deep(min(shape.depth, self._depth)))
 
     def observe(self, view: TokenView, round: Round) -> None:
         self._source.observe(view, round)

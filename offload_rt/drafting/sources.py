@@ -164,7 +164,8 @@ class SuffixAutomaton(Source):
                 length = self._longest[state]
             state = self._next[state].get(token, 0)
             length, end = (length + 1 if state else 0), self._end[state]
-        return [view.part(end, end + depth)] if length >= self._shortest else []
+        # The longer what matched, the longer what follows it goes on to match.
+        return [view.part(end, end + min(depth, length))] if length >= self._shortest else []
 
 
 def heaviest(continuations: Sequence[Sequence[int]], shape: DraftShape) -> Draft:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -182,8 +182,20 @@ class Level(ABC):
     @property
     def merged(self) -> Level | None:
         """The look-up whose finds join its drafts; None without one."""
-        name = self.settings.merge
-        return LEVELS[name](self.config, LevelConfig(name)) if name else None
+        return self._beside(self.config, self.settings.merge)
+
+    @property
+    def preferred(self) -> Level | None:
+        """The look-up whose finds replace its drafts; None without one."""
+        lookup = self.config.lookup
+        sizes = replace(
+            lookup, min_ngram=lookup.prefer_ngram, max_ngram=max(lookup.max_ngram, lookup.prefer_ngram)
+        )
+        return self._beside(replace(self.config, lookup=sizes), self.settings.prefer)
+
+    @staticmethod
+    def _beside(config: Config, name: str) -> Level | None:
+        return LEVELS[name](config, LevelConfig(name)) if name else None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -301,9 +313,9 @@ def levels_of(config: Config) -> list[Level]:
 
 
 def used_levels(config: Config) -> list[Level]:
-    """Returns the levels of a config, and the look-ups whose finds join a draft (`merge`)."""
+    """Returns the levels of a config, and the look-ups whose finds join or replace a draft."""
     levels = levels_of(config)
-    return [*levels, *(level.merged for level in levels if level.merged)]
+    return [one for level in levels for one in (level, level.merged, level.preferred) if one is not None]
 
 
 def needs_draft_model(configs: Iterable[Config]) -> bool:

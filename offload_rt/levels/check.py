@@ -27,6 +27,10 @@ def check_levels(config: Config) -> None:
     require(ranks == sorted(set(ranks)), KEY, config.speculation.names, rule)
     for below, above in pairwise(levels):
         _check_pair(below, above)
+    if levels:
+        last = levels[-1].settings
+        rule = "replaces drafts for another level: leave it empty for the last one"
+        require(not last.prefer, f"{KEY}.prefer", last.prefer, rule)
 
 
 def _check_level(one: Level) -> None:
@@ -36,10 +40,13 @@ def _check_level(one: Level) -> None:
         require(level.shape.kind in one.shapes, f"{KEY}.draft", level.draft, rule)
     sources = [name for name, kind in LEVELS.items() if issubclass(kind, SourceLevel)]
     rule = f"must be one of {', '.join(sources)}, or empty"
-    require(level.merge in ("", *sources), f"{KEY}.merge", level.merge, rule)
+    for name in ("merge", "prefer"):
+        value = getattr(level, name)
+        require(value in ("", *sources), f"{KEY}.{name}", value, rule)
     one.check(KEY)
-    if merged := one.merged:
-        merged.check(KEY)
+    for beside in (one.merged, one.preferred):
+        if beside is not None:
+            beside.check(KEY)
 
 
 def _check_pair(below: Level, above: Level) -> None:

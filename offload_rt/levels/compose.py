@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from offload_rt.drafting.base import Drafter
-from offload_rt.drafting.merged import MergedDrafter
+from offload_rt.drafting.merged import MergedDrafter, PreferredDrafter
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.levels.base import Resources, levels_of
 from offload_rt.levels.sources import SourceLevel
 
 TARGET_FULL = "target:full"
+FOUND_DEPTH = 8
+"""Most tokens of a find that is proposed in place of a draft: a longer one makes the pass slower."""
 
 
 def compose(resources: Resources) -> Verifier:
@@ -21,4 +23,8 @@ def compose(resources: Resources) -> Verifier:
             assert isinstance(merged, SourceLevel)  # checked with the config
             drafter = MergedDrafter(drafter, merged.source())
         below = shape
+        if (preferred := level.preferred) is not None:
+            assert isinstance(preferred, SourceLevel)
+            drafter = PreferredDrafter(drafter, preferred.source(), shape.depth)
+            below = shape.deep(max(shape.depth, FOUND_DEPTH))
     return Verifier(TARGET_FULL, resources.target, resources.full, drafter, resources.sampling)

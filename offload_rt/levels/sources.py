@@ -18,7 +18,8 @@ from offload_rt.levels.base import Level, Resources, Sizes
 
 
 class SourceLevel(Level):
-    """A look-up. It runs no model, and its finds may join another level's drafts (`merge`)."""
+    """A look-up. It runs no model, and its finds may join another level's drafts (`merge`) or replace them
+    (`prefer`)."""
 
     shapes: ClassVar[tuple[str, ...]] = ("chain",)
     verifies = False
@@ -38,7 +39,9 @@ class SourceLevel(Level):
 
     def check(self, key: str) -> None:
         level = self.settings
-        require(not level.merge, f"{key}.merge", level.merge, f"must be empty for {level.model}")
+        for name in ("merge", "prefer"):
+            value = getattr(level, name)
+            require(not value, f"{key}.{name}", value, f"must be empty for {level.model}")
         require(level.layers == "all", f"{key}.layers", level.layers, f"must be all for {level.model}")
 
 
