@@ -57,6 +57,24 @@ LEVELS: dict[str, Callable[[str], Tables]] = {
 
 
 @pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("source", ["suffix", "lookup"])
+def test_finds_replace_the_drafts_of_a_small_model(
+    target: PreTrainedModel, draft: PreTrainedModel, plain_tokens: list[int], source: str, link: str
+) -> None:
+    middle = {"model": "target", "cache": "retrieved"}
+    small = {"model": "draft", "cache": "streaming"}
+    alone, _ = run(target, draft, [small, middle], link)
+    sizes = {"lookup.prefer_ngram": 1}
+    joined, _ = run(target, draft, [small | {"prefer": source}, middle], link, sizes=sizes)
+    assert joined.tokens == alone.tokens == plain_tokens[: PARAMS.max_tokens]
+    if link == "in place":  # a clock decides how much is drafted while a pass runs
+        seldom = {"lookup.prefer_ngram": 64}
+        neither, _ = run(target, draft, [small | {"prefer": source}, middle], link, sizes=seldom)
+        drawn = [result.levels[0].rounds for result in (joined, alone, neither)]
+        assert drawn[0] < drawn[1] == drawn[2], "it draws only where nothing is found"
+
+
+@pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("shape", ["tree:3,2", "sequences:3", "grown:12"])
 @pytest.mark.parametrize("levels", LEVELS)
 def test_trees_yield_the_tokens_of_plain_decoding(
