@@ -230,7 +230,7 @@ class LookupConfig:
     max_ngram: Annotated[int, 0, LONGEST_MATCH] = 4  # `suffix` has no longest one
     min_ngram: Positive = 1
     # The shortest whose find replaces a draft (`prefer`): after a shorter one, models know better.
-    prefer_ngram: Positive = 4
+    prefer_ngram: Positive = 6
 
     def __post_init__(self) -> None:
         rule = f"must be at least lookup.min_ngram = {self.min_ngram}"
@@ -283,7 +283,7 @@ class OffloadConfig:
 
     resident_tokens: Annotated[int, -1] = -1  # the first of each layer, on the GPU; -1: as planned
     cpu_tokens: Annotated[int, -1] = -1  # those that follow, attended by the CPU in place; -1: as planned
-    ahead: Count = 4  # outcomes of a verification that are drafted for while it runs
+    ahead: Count = 4  # most outcomes of a verification that are drafted for while it runs
     # Where a refresh of the retrieved cache takes its entries: from the `stream` of the next pass, into a
     # second buffer on the GPU, or from the `store`, gathered between two passes; `auto`: as planned, and from
     # the stream where nothing is planned.
