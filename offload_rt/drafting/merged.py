@@ -16,12 +16,8 @@ from offload_rt.tokens import Tokens
 from offload_rt.trees import ROOT, Tree
 
 
-class MergedDrafter(Drafter):
-    """Proposes the draft of `drafter`, and in the same tree what `source` finds.
-
-    Finds are younger siblings whose probability is 1. That is lossless whatever is found, for a child may
-    depend on everything that was drawn before it.
-    """
+class LookupDrafter(Drafter):
+    """A drafter with a look-up beside it, which indexes what the drafter is shown."""
 
     def __init__(self, drafter: Drafter, source: Source) -> None:
         self._drafter = drafter
@@ -36,6 +32,18 @@ class MergedDrafter(Drafter):
         yield from self._source.prefill(view)
         yield from self._drafter.prefill(view)
 
+    def observe(self, view: TokenView, round: Round) -> None:
+        self._source.observe(view, round)
+        self._drafter.observe(view, round)
+
+
+class MergedDrafter(LookupDrafter):
+    """Proposes the draft of `drafter`, and in the same tree what `source` finds.
+
+    Finds are younger siblings whose probability is 1. That is lossless whatever is found, for a child may
+    depend on everything that was drawn before it.
+    """
+
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         return MergedProposal(self._source, self._drafter.proposal(view, shape), view, shape)
 
@@ -43,12 +51,8 @@ class MergedDrafter(Drafter):
         for drafts in self._drafter.ahead(view, shapes):
             yield MergedAhead(self._source, drafts, view, shapes)
 
-    def observe(self, view: TokenView, round: Round) -> None:
-        self._source.observe(view, round)
-        self._drafter.observe(view, round)
 
-
-class PreferredDrafter(Drafter):
+class PreferredDrafter(LookupDrafter):
     """Proposes what `source` finds, and what `drafter` draws where nothing is found.
 
     Tokens of the sequence alone decide which of them proposes, and a find's probability is 1.
@@ -58,28 +62,14 @@ class PreferredDrafter(Drafter):
     """
 
     def __init__(self, drafter: Drafter, source: Source, depth: int) -> None:
-        self._drafter = drafter
-        self._source = source
+        super().__init__(drafter, source)
         self._depth = depth
-        self.wants_hidden = drafter.wants_hidden
-
-    @property
-    def levels(self) -> list[LevelStats]:
-        return self._drafter.levels
-
-    def prefill(self, view: TokenView) -> Work[None]:
-        yield from self._source.prefill(view)
-        yield from self._drafter.prefill(view)
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         found = self._source.proposal(view, CHAIN.deep(shape.depth))
         if len(found.draft()):
             return found
         return self._drafter.proposal(view, shape.deep(min(shape.depth, self._depth)))
-
-    def observe(self, view: TokenView, round: Round) -> None:
-        self._source.observe(view, round)
-        self._drafter.observe(view, round)
 
 
 class MergedProposal(Proposal):
