@@ -94,10 +94,16 @@ def target() -> PreTrainedModel:
 
 
 @cache
+def exact_target() -> PreTrainedModel:
+    """The same weights in float32."""
+    return copy.deepcopy(target()).float()
+
+
+@cache
 def exact(prefix: tuple[int, ...]) -> list[float]:
     """The distribution of the token after an output by transformers, in float32 with the same weights."""
     with torch.inference_mode():
-        logits = copy.deepcopy(target()).float()(torch.tensor([[*PROMPT, *prefix]])).logits[0, -1]
+        logits = exact_target()(torch.tensor([[*PROMPT, *prefix]])).logits[0, -1]
     probs: list[float] = logits.softmax(-1).tolist()
     return probs
 

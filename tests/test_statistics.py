@@ -87,6 +87,8 @@ def results(target: PreTrainedModel, draft: PreTrainedModel) -> list[GenerationR
         "retrieval.recent": 4,
         "draft.sinks": 2,
         "draft.window": 14,
+        # Finds in a text of so few tokens would leave the small model nothing to draw.
+        "speculation.levels": ["draft:streaming", "target:retrieved"],
         "speculation.gamma1": 2,
         "speculation.gamma2": GAMMA2,
         "speculation.step_down": False,
@@ -119,4 +121,4 @@ def test_every_level_accepted_and_rejected(results: list[GenerationResult]) -> N
         stats = [found for result in results for found in result.levels if found.name == level]
         proposed, accepted = sum(s.proposed for s in stats), sum(s.accepted for s in stats)
         assert proposed > 2 * SAMPLES
-        assert 0.1 < accepted / proposed < 0.8
+        assert 0.2 < accepted / proposed < 0.8
