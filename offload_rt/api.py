@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, overload
@@ -24,7 +25,7 @@ from offload_rt.errors import UsageError
 from offload_rt.json_grammar import JsonGrammars
 from offload_rt.levels.base import needs_draft_model
 from offload_rt.model.fingerprint import Fingerprint
-from offload_rt.model.generation import end_tokens, suggested_sampling
+from offload_rt.model.generation import GenerationDefaults
 from offload_rt.model.rope import Yarn
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ignored_parts
@@ -138,7 +139,8 @@ class LLM:
         self.engine = opened.engine(link, on_progress, self._notice)
         self._fingerprints: dict[CausalModel, Fingerprint] = {}
         self._streams: list[tuple[weakref.ref[TokenStream], TokenSequence]] = []
-        for notice in (ignored_parts(opened.target[0].config), *opened.notices):
+        notices = ignored_parts(opened.target[0].config), *opened.notices, *self._defaults.notices
+        for notice in notices:
             if notice:
                 self._notice(notice)
 
@@ -150,13 +152,18 @@ class LLM:
     @property
     def model_sampling(self) -> SamplingParams | None:
         """Sampling that the model's generation_config.json suggests; None: greedy decoding, or nothing."""
-        suggested = suggested_sampling(self.engine.target.module)
+        suggested = self._defaults.sampling
         return None if suggested == GREEDY else suggested
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """The model's end-of-text tokens."""
-        return end_tokens(self.engine.target.module)
+        """End-of-text tokens of the model's generation config, its config and its tokenizer."""
+        return self._defaults.end_tokens
+
+    @property
+    def _defaults(self) -> GenerationDefaults:
+        """What the model's files say about generation."""
+        return GenerationDefaults(self.engine.target.module, self.tokenizer)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -353,7 +360,12 @@ class LLM:
         return self.checked_params((self.model_sampling or GREEDY) if params is None else params, changes)
 
     def output(self, sequence: TokenSequence, params: SamplingParams, start: int = 0) -> OutputProcessor:
-        """Returns the output processor of a sequence, which turns rounds into events."""
+        """Returns the output processor of a sequence, which turns rounds into events.
+
+        The model's own stop strings end a text like its end tokens, unless it must fit a schema.
+        """
+        if not params.ignore_eos and params.json_schema is None:
+            params = replace(params, stop=(*params.stop, *self._defaults.stop_strings))
         return OutputProcessor(self.engine, sequence, params, self.tokenizer, self._notices, start)
 
     def continuation(self, params: SamplingParams) -> Continuation:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -87,23 +88,122 @@ def test_a_batch_names_its_bad_prompt(llm: LLM, prompts: Any, params: Any, messa
         llm.generate(prompts, params)
 
 
-def test_the_models_own_sampling(llm: LLM) -> None:
+@pytest.fixture
+def suggest(llm: LLM) -> Iterator[Callable[..., None]]:
+    """Replaces the model's generation config until the test's end."""
+    module = llm.engine.target.module
+    own = module.generation_config
+
+    def replaced(**values: Any) -> None:
+        module.generation_config = GenerationConfig()
+        for name, value in values.items():  # as files have them, unchecked
+            setattr(module.generation_config, name, value)
+
+    yield replaced
+    module.generation_config = own
+
+
+def test_the_models_own_sampling(llm: LLM, suggest: Callable[..., None]) -> None:
     assert llm.model_sampling is None
-    own = llm.engine.target.module.generation_config
-    try:
-        llm.engine.target.module.generation_config = GenerationConfig(
-            do_sample=True, temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1
-        )
-        assert llm.model_sampling == SamplingParams(0.6, 0.9, 20, min_p=0.05, repetition_penalty=1.1)
-        llm.engine.target.module.generation_config.temperature = "hot"
-        assert llm.model_sampling is None, "a bad suggestion is no reason to refuse a run"
-        llm.engine.target.module.generation_config = GenerationConfig(temperature=0.6)
-        assert llm.model_sampling is None
-        llm.engine.target.module.generation_config = GenerationConfig(repetition_penalty=1.1)
-        assert llm.model_sampling == SamplingParams(repetition_penalty=1.1), "greedy decoding has one too"
-        llm.engine.target.module.generation_config = GenerationConfig(eos_token_id=[3, 5])
-        assert llm.end_tokens == {3, 5} and llm.model_sampling is None
-        llm.engine.target.module.generation_config = GenerationConfig(eos_token_id=3)
-        assert llm.end_tokens == {3}
-    finally:
-        llm.engine.target.module.generation_config = own
+    drawn = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05}
+    suggest(**drawn, repetition_penalty=1.1)
+    assert llm.model_sampling == SamplingParams(0.6, 0.9, 20, min_p=0.05, repetition_penalty=1.1)
+    suggest(temperature=0.6)
+    assert llm.model_sampling is None
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    suggest(**penalties)
+    assert llm.model_sampling == SamplingParams(**penalties), "greedy decoding has penalties too"
+
+
+def notices(llm: LLM) -> list[str]:
+    """The notices of an LLM that is opened with the same model."""
+    told: list[str] = []
+    module = llm.engine.target.module
+    with LLM.from_models(module, None, llm.tokenizer, "plain", on_notice=told.append):
+        return told
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_k", -1), ("top_k", 2.5), ("temperature", "hot"), ("temperature", -1.0), ("top_p", 0.0)]
+    + [("top_p", 7), ("min_p", [1]), ("repetition_penalty", 0), ("presence_penalty", 9.0)],
+)
+def test_a_bad_value_of_the_generation_config_is_left_out_with_a_notice(
+    llm: LLM, suggest: Callable[..., None], name: str, value: object
+) -> None:
+    good: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05}
+    suggest(do_sample=True, **good | {name: value})
+    good.pop(name, None)
+    assert llm.model_sampling == SamplingParams(**{"temperature": 1.0} | good)
+    (told,) = notices(llm)
+    assert told.startswith(f"generation_config.json: {name.replace('_', '-')} ") and "ignored" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("suppress_tokens", [3]), ("bad_words_ids", [[3]]), ("encoder_repetition_penalty", 1.2)]
+    + [("exponential_decay_length_penalty", (3, 1.1)), ("no_repeat_ngram_size", 3), ("typical_p", 0.9)],
+)
+def test_what_is_not_applied_is_a_notice(
+    llm: LLM, suggest: Callable[..., None], name: str, value: object
+) -> None:
+    suggest(**{name: value})
+    (told,) = notices(llm)
+    assert told.startswith(f"generation_config.json: {name} ") and told.endswith(
+        "is not supported; it is ignored"
+    )
+    suggest(suppress_tokens=[], bad_words_ids=None, no_repeat_ngram_size=0, typical_p=1.0, num_beams=1)
+    assert not notices(llm)
+
+
+@pytest.mark.parametrize(
+    ("value", "ends"),
+    [(3, {3}), ([3, 5], {3, 5}), ([[3], [5, None]], {3, 5}), (3.0, {3}), ("3", {3}), ("a", {ord("a")})]
+    + [(["a", 5], {ord("a"), 5}), (-1, set()), (10**6, set()), (None, set())],
+)
+def test_end_tokens_however_they_are_written(
+    llm: LLM, suggest: Callable[..., None], value: object, ends: set[int]
+) -> None:
+    suggest(eos_token_id=value)
+    assert llm.end_tokens == ends and llm.model_sampling is None and not notices(llm)
+
+
+@pytest.mark.parametrize("value", [True, 1.5, float("nan"), "<no token>", {"a": 1}, [[3], "<no token>"]])
+def test_what_is_no_end_token_is_a_notice(llm: LLM, suggest: Callable[..., None], value: object) -> None:
+    suggest(eos_token_id=value)
+    assert llm.end_tokens == ({3} if isinstance(value, list) else set())
+    (told,) = notices(llm)
+    assert told.startswith("generation_config.json: eos_token_id ") and "is not a token" in told
+
+
+def test_end_tokens_of_all_files_end_a_text() -> None:
+    """Each is known to one of the three, and each ends the greedy text at its place."""
+    target, tokenizer = tiny_target("llama-gqa"), copy.deepcopy(byte_tokenizer())
+    prompt = byte_ids(40)
+    with LLM.from_models(target, None, tokenizer, "plain") as llm:
+        whole = llm.generate(prompt, max_tokens=40, ignore_eos=True).tokens
+        ends = list(dict.fromkeys(whole))[:3]
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[2])
+        assert llm.end_tokens == {ends[2]}
+        assert llm.generate(prompt, max_tokens=40).tokens == whole[: whole.index(ends[2]) + 1]
+        target.config.eos_token_id = ends[1]
+        assert llm.generate(prompt, max_tokens=40).tokens == whole[: whole.index(ends[1]) + 1]
+        target.generation_config.eos_token_id = ends[0]
+        assert llm.end_tokens == set(ends)
+        assert llm.generate(prompt, max_tokens=40).tokens == whole[: whole.index(ends[0]) + 1]
+
+
+def test_the_models_own_stop_strings_end_a_text(llm: LLM, suggest: Callable[..., None]) -> None:
+    whole = llm.generate([1, 2], max_tokens=20)
+    own, given = whole.text[8:10], whole.text[4:6]
+    suggest(stop_strings=[own])
+    cut = llm.generate([1, 2], max_tokens=20)
+    assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(own)], "stop")
+    both = llm.generate([1, 2], max_tokens=20, stop=given)
+    assert both.text == whole.text[: min(whole.text.index(own), whole.text.index(given))]
+    assert llm.generate([1, 2], max_tokens=20, ignore_eos=True).tokens == whole.tokens
+    suggest(stop_strings=[""])
+    assert llm.generate([1, 2], max_tokens=20).tokens == whole.tokens
+    assert notices(llm) == [
+        "generation_config.json: stop_strings: a stop string is empty: leave it out; it is ignored"
+    ]
