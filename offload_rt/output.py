@@ -24,7 +24,7 @@ from offload_rt.results import (
     TokenEvent,
     Transfer,
 )
-from offload_rt.text import TextStream
+from offload_rt.text import PROMPT_TOKENS, TextStream
 
 
 def step(engine: Engine, outputs: Sequence[OutputProcessor]) -> Iterator[Iterator[TokenEvent]]:
@@ -95,7 +95,7 @@ class OutputProcessor:
         self._params = params
         self._notices = notices
         self._start = start
-        self._stream = TextStream(tokenizer, params.stop)
+        self._stream = TextStream(tokenizer, params.stop, sequence.tokens[-PROMPT_TOKENS:])
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
         self._finish: FinishReason = "interrupted"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING
 
 from offload_rt.errors import UsageError
@@ -65,6 +66,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_OPEN_TOKENS = 8
 """Tokens after which bytes that are not yet a character never become one: no character takes as many."""
 
+PROMPT_TOKENS = 16
+"""Tokens of the prompt that are looked at for the text before the first token."""
+
 CHARACTER_TOKENS = 4
 """Most tokens that a UTF-8 character spans: one per byte."""
 
@@ -73,17 +77,30 @@ class TextStream:
     """Turns token IDs into text as it becomes certain.
 
     It never returns text that a later token may change: neither half a character nor the beginning of a
-    possible stop string. All returned pieces joined equal `tokenizer.decode` of all tokens, without special
-    tokens, up to the first stop string: the one that is complete first, and of several that end with the
-    same character the longest.
+    possible stop string. All returned pieces joined equal what the tokens add to `tokenizer.decode` of the
+    prompt, without special tokens, up to the first stop string: the one that is complete first, and of
+    several that end with the same character the longest.
+
+    Args:
+        tokenizer: None: the text stays empty.
+        stop: stop strings.
+        prompt: the tokens before the first one, of which the last ones are decoded with it: a tokenizer may
+            write the first word of a text without its space. Empty: the tokens are a text of their own.
 
     Attributes:
         text: all text returned so far.
         stopped: a stop string has occurred; the text before it has been returned.
+
+    Raises:
+        UsageError: there are stop strings, and no tokenizer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> None:
-        """Without a tokenizer the text stays empty, and stop strings raise UsageError."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+    ) -> None:
         if stop and tokenizer is None:
             raise UsageError(f"stop string {stop[0]!r}: the model has no tokenizer, so it writes no text")
         self.text = ""
@@ -96,22 +113,35 @@ class TextStream:
         self._window: list[int] = []
         self._open_start = 0
         self._released_characters = 0
+        self._after_prompt = bool(prompt)  # the window begins with tokens of the prompt
+        self._prompt_texts: list[str] = []  # of these, whole and less a character that is only begun
+        if tokenizer is not None and prompt:
+            special = set(tokenizer.all_special_ids)
+            self._window = [token for token in prompt[-PROMPT_TOKENS:] if token not in special]
+            self._window = self._window[self._broken(self._window) :]
+            self._open_start = len(self._window)
+            ends = range(min(CHARACTER_TOKENS, len(self._window)))
+            self._prompt_texts = [self._decode(self._window[: self._open_start - end]) for end in ends]
 
     def push(self, token: int) -> str:
         """Adds a token; returns the text that has become certain, often an empty string."""
         if self._tokenizer is None or self.stopped:
             return ""
         self._window.append(token)
-        written = self._decode(self._window)
+        written = self._written()
         open_tokens = len(self._window) - self._open_start
         certain = len(written.rstrip(REPLACEMENT))
         if certain < len(written) and open_tokens > MAX_OPEN_TOKENS:
             certain = len(written) - 1
         new = written[self._released_characters : certain]
+        if new:
+            self._prompt_texts = []
         # Some tokenizers write a complete character shorter than its bytes before it was complete.
         self._released_characters = min(self._released_characters + len(new), len(written))
         if certain == len(written) and new:
-            self._keep(open_tokens, open_start=open_tokens, open_characters=0)
+            # The first token may have ended a character of the prompt, without which it is none.
+            kept = len(self._window) if self._after_prompt else open_tokens
+            self._keep(kept, open_start=kept, open_characters=0)
         elif certain == len(written) and open_tokens > MAX_OPEN_TOKENS:
             del self._window[self._open_start :]  # tokens without text
         elif open_tokens > MAX_OPEN_TOKENS:
@@ -122,7 +152,7 @@ class TextStream:
         """Returns the text that was held back, as no token follows; nothing if a stop string has occurred."""
         if self._tokenizer is None or self.stopped:
             return ""
-        released = self._release(self._decode(self._window)[self._released_characters :])
+        released = self._release(self._written()[self._released_characters :])
         if self.stopped:
             return released
         held, self._held = self._held, ""
@@ -132,8 +162,26 @@ class TextStream:
     def _keep(self, tokens: int, open_start: int, open_characters: int) -> None:
         """Shortens the window to its last `tokens`; all but `open_characters` of their text is released."""
         self._window = self._window[-tokens:]
+        self._after_prompt, self._prompt_texts = False, []
         self._open_start = open_start
         self._released_characters = max(len(self._decode(self._window)) - open_characters, 0)
+
+    def _broken(self, tokens: list[int]) -> int:
+        """Returns the number of tokens at the beginning that are the rest of a character.
+
+        Ends are tried as well, as some decoders replace all bytes of a run where one at its end is wrong.
+        """
+        for start, end in product(range(CHARACTER_TOKENS), repeat=2):
+            if not self._decode(tokens[start : len(tokens) - end]).startswith(REPLACEMENT):
+                return start
+        return 0
+
+    def _written(self) -> str:
+        """Returns the text of the window; a character that the prompt has only begun counts as new."""
+        written = self._decode(self._window)
+        if self._prompt_texts:
+            self._released_characters = max(common_beginning(one, written) for one in self._prompt_texts)
+        return written
 
     def _decode(self, tokens: list[int]) -> str:
         assert self._tokenizer is not None
@@ -161,3 +209,21 @@ def _overlap(text: str, stop: str) -> int:
     """Returns the length of the longest end of `text` that is an incomplete beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+
+
+class TokenTexts:
+    """Texts of single tokens as they are within a text: a tokenizer may drop the first word's space."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        letters = [tokenizer.convert_tokens_to_ids(piece) for piece in ("a", "▁a")]
+        known = [one for one in letters if isinstance(one, int) and one != tokenizer.unk_token_id]
+        self._before = known[:1]
+        self._start = len(self._decode(self._before))
+
+    def __getitem__(self, token: int) -> str:
+        """Returns the text of a token."""
+        return self._decode([*self._before, token])[self._start :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))

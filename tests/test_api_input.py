@@ -125,8 +125,17 @@ def notices(llm: LLM) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("top_k", -1), ("top_k", 2.5), ("temperature", "hot"), ("temperature", -1.0), ("top_p", 0.0)]
-    + [("top_p", 7), ("min_p", [1]), ("repetition_penalty", 0), ("presence_penalty", 9.0)],
+    [
+        ("top_k", -1),
+        ("top_k", 2.5),
+        ("temperature", "hot"),
+        ("temperature", -1.0),
+        ("top_p", 0.0),
+        ("top_p", 7),
+        ("min_p", [1]),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 9.0),
+    ],
 )
 def test_a_bad_value_of_the_generation_config_is_left_out_with_a_notice(
     llm: LLM, suggest: Callable[..., None], name: str, value: object
@@ -141,8 +150,14 @@ def test_a_bad_value_of_the_generation_config_is_left_out_with_a_notice(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("suppress_tokens", [3]), ("bad_words_ids", [[3]]), ("encoder_repetition_penalty", 1.2)]
-    + [("exponential_decay_length_penalty", (3, 1.1)), ("no_repeat_ngram_size", 3), ("typical_p", 0.9)],
+    [
+        ("suppress_tokens", [3]),
+        ("bad_words_ids", [[3]]),
+        ("encoder_repetition_penalty", 1.2),
+        ("exponential_decay_length_penalty", (3, 1.1)),
+        ("no_repeat_ngram_size", 3),
+        ("typical_p", 0.9),
+    ],
 )
 def test_what_is_not_applied_is_a_notice(
     llm: LLM, suggest: Callable[..., None], name: str, value: object
@@ -158,8 +173,18 @@ def test_what_is_not_applied_is_a_notice(
 
 @pytest.mark.parametrize(
     ("value", "ends"),
-    [(3, {3}), ([3, 5], {3, 5}), ([[3], [5, None]], {3, 5}), (3.0, {3}), ("3", {3}), ("a", {ord("a")})]
-    + [(["a", 5], {ord("a"), 5}), (-1, set()), (10**6, set()), (None, set())],
+    [
+        (3, {3}),
+        ([3, 5], {3, 5}),
+        ([[3], [5, None]], {3, 5}),
+        (3.0, {3}),
+        ("3", {3}),
+        ("a", {ord("a")}),
+        (["a", 5], {ord("a"), 5}),
+        (-1, set()),
+        (10**6, set()),
+        (None, set()),
+    ],
 )
 def test_end_tokens_however_they_are_written(
     llm: LLM, suggest: Callable[..., None], value: object, ends: set[int]

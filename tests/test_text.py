@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import tiny_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from offload_rt import LLM
 from offload_rt.errors import UsageError
-from offload_rt.text import TextStream, encode
+from offload_rt.text import TextStream, TokenTexts, common_beginning, encode
 
 CORPUS = [
     "the cat and the hat",
@@ -120,6 +123,76 @@ def test_leading_spaces_and_byte_fallback(groups: list[list[str]]) -> None:
     assert streamed(SENTENCEPIECE, tokens, []).text == whole
 
 
+def llama_2_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with their spaces, letters, and bytes; the first space of a text is dropped, as Llama 2 does."""
+    letters = "aehlmosuCIM"
+    pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Call", "▁me", "▁Ishmael"]
+    model = models.BPE({piece: index for index, piece in enumerate([*pieces, *letters])}, [])
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = SENTENCEPIECE.backend_tokenizer.decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
+
+
+LLAMA_2 = llama_2_tokenizer()
+
+
+def ids(*pieces: str) -> list[int]:
+    vocabulary = LLAMA_2.get_vocab()
+    return [vocabulary[piece] for piece in pieces]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "pieces"),
+    [
+        (["<s>", "▁Call", "▁me"], ["▁Ishmael"], [" Ishmael"]),
+        (["▁Call", "<s>"], ["▁me", "▁me"], [" me", " me"]),
+        (["<s>"], ["▁Call", "▁me"], ["Call", " me"]),
+        ([], ["▁Call", "▁me"], ["Call", " me"]),
+        (["▁Call", "▁"], ["m"], ["m"]),
+        (["▁"], ["▁"], [" "]),
+        (["▁Call", "<0xC3>"], ["<0xA9>", "▁me"], ["é", " me"]),
+        (["▁Call", "<0xF0>", "<0x9F>"], ["<0x99>", "<0x82>"], ["", "🙂"]),
+        (["▁Call", "<0xEF>", "<0xBF>", "<0xBD>"], ["m"], ["m"]),
+        (["▁Call"], ["<0xC3>", "<0xA9>"], ["", "é"]),
+    ],
+)
+def test_the_first_token_follows_the_prompt(prompt: list[str], tokens: list[str], pieces: list[str]) -> None:
+    stream = TextStream(LLAMA_2, [], ids(*prompt))
+    assert [stream.push(token) for token in ids(*tokens)] == pieces and stream.finish() == ""
+
+
+@given(characters=st.lists(st.sampled_from("am ▁é日🙂"), max_size=20), cut=st.integers(0, 60))
+@settings(max_examples=300, deadline=None)
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, LLAMA_2], ids=["bytes", "llama2"])
+def test_a_text_and_its_continuation_are_one_text(
+    tokenizer: PreTrainedTokenizerFast, characters: list[str], cut: int
+) -> None:
+    """Wherever it is cut, within a character too, which the continuation then has as a whole."""
+    vocabulary, tokens = tokenizer.get_vocab(), list[int]()
+    for character in characters:
+        if tokenizer is BYTE_LEVEL:
+            tokens += [vocabulary[piece] for piece in byte_characters(character)]
+        elif character in vocabulary:
+            tokens.append(vocabulary[character])
+        else:
+            tokens += [vocabulary[f"<0x{byte:02X}>"] for byte in character.encode()]
+    before, after = tokens[:cut], tokens[cut:]
+    stream = TextStream(tokenizer, [], before)
+    text = "".join(map(stream.push, after)) + stream.finish()
+    whole = tokenizer.decode(tokens)
+    read = [tokenizer.decode(before[: max(0, len(before) - end)]) for end in range(4)]
+    assert whole.endswith(text)
+    assert len(whole) - len(text) == max(common_beginning(one, whole) for one in read)
+
+
+def test_texts_of_single_tokens_have_their_spaces() -> None:
+    texts = TokenTexts(LLAMA_2)
+    pieces = ["▁Ishmael", "m", "▁", "<0xC3>", "<s>"]
+    assert [texts[token] for token in ids(*pieces)] == [" Ishmael", "m", " ", "\ufffd", "<s>"]
+    assert TokenTexts(BYTE_LEVEL)[BYTE_LEVEL.get_vocab()["Ġ"]] == " "
+    assert TokenTexts(SENTENCEPIECE)[SENTENCEPIECE.get_vocab()["▁cat"]] == " cat"
+
+
 def test_no_half_character_is_returned() -> None:
     stream = TextStream(BYTE_LEVEL, [])
     pieces = [stream.push(PIECES[char]) for char in byte_characters("é🙂")]
@@ -194,3 +267,21 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 def test_without_a_tokenizer_nothing_can_stop() -> None:
     with pytest.raises(UsageError, match="stop string"):
         TextStream(None, ["x"])
+
+
+def test_a_model_goes_on_from_its_prompt() -> None:
+    """Alone, in a batch and in a context."""
+    prompt, target = ids("<s>", "▁Call", "▁me"), tiny_target("llama-gqa", vocabulary=len(LLAMA_2))
+    with torch.no_grad():  # every token is one of two
+        for token, sign in zip(ids("▁Ishmael", "▁me"), (1, -1), strict=True):
+            target.lm_head.weight[token] = sign * 99.0
+    with LLM.from_models(target, None, LLAMA_2, "plain") as llm:
+        result = llm.generate(prompt, max_tokens=12)
+        context = llm.read(prompt[:2])
+        others = [*llm.generate([prompt] * 2, max_tokens=12), context.generate(prompt[2:], max_tokens=12)]
+    whole, read = (
+        LLAMA_2.decode(some, skip_special_tokens=True) for some in (prompt + result.tokens, prompt)
+    )
+    alone = LLAMA_2.decode(result.tokens, skip_special_tokens=True)
+    assert result.text == whole[len(read) :] and {one.text for one in others} == {result.text}
+    assert result.text == f" {alone}", "the case is one in which the space may be lost"

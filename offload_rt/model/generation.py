@@ -41,7 +41,7 @@ NOT_APPLIED: dict[str, object] = {
     "watermarking_config": None,
     "token_healing": False,
 }
-"""Values that change what transformers generates and are ignored here, with the setting that changes nothing."""
+"""Settings that change what transformers generates and are ignored here, with the value that is off."""
 
 
 class GenerationDefaults:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from offload_rt.chat import ThoughtSplitter
 from offload_rt.results import FinishReason, TokenEvent
 from offload_rt.server.worker import Finished, PromptProgress
-from offload_rt.text import REPLACEMENT
+from offload_rt.text import REPLACEMENT, TokenTexts
 
 FINISH_REASONS: dict[FinishReason, str] = {"length": "length", "eos": "stop", "stop": "stop"}
 """OpenAI's name of each way in which a generation ends."""
@@ -47,7 +47,7 @@ class Reply(ABC):
         self.index = index
         self.finished: Finished | None = None
         self._base = {"id": request_id, "created": int(time.time()), "model": model}
-        self._tokenizer = tokenizer
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._with_logprobs = with_logprobs
         self._tokens: list[TokenEvent] = []
 
@@ -83,9 +83,7 @@ class Reply(ABC):
 
     def _text_of(self, token: int) -> str:
         """Returns the text of a single token."""
-        if self._tokenizer is None:
-            return f"token_id:{token}"
-        return str(self._tokenizer.decode([token]))
+        return f"token_id:{token}" if self._texts is None else self._texts[token]
 
 
 class ChatReply(Reply):
