@@ -18,6 +18,7 @@ from offload_rt.chat import ChatTemplate, Messages, checked_messages, is_message
 from offload_rt.config import AUTO, Config
 from offload_rt.context import GREEDY, ROOM, Context, Prompt, TokenStream
 from offload_rt.drafting.datastore import fingerprint as vocabulary_digest
+from offload_rt.drafting.logits import Grammar
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine.engine import ProgressReport
 from offload_rt.engine.sequence import Continuation, TokenSequence
@@ -43,6 +44,7 @@ from offload_rt.results import (
 from offload_rt.sampling import GeneratorDraws
 from offload_rt.saved_context import SavedContext
 from offload_rt.text import encode
+from offload_rt.thoughts import ThoughtMarks
 from offload_rt.toml import load_config, load_configs
 
 
@@ -171,6 +173,11 @@ class LLM:
         return ChatTemplate(self.tokenizer, self.engine.target.name, self._notice)
 
     @cached_property
+    def _thoughts(self) -> ThoughtMarks:
+        """How the model marks its thoughts."""
+        return ThoughtMarks(self.tokenizer)
+
+    @cached_property
     def _json_grammars(self) -> JsonGrammars:
         """Grammars of JSON schemas over the model's tokens. Raises UsageError where there can be none."""
         return JsonGrammars(self.tokenizer, self.engine.target.vocabulary)
@@ -268,7 +275,7 @@ class LLM:
             sequence = engine.open(tokens, params.max_tokens)
             with ExitStack() as failed:
                 failed.callback(engine.close_sequence, sequence)
-                engine.begin(sequence, None, self.continuation(params))
+                engine.begin(sequence, None, self.continuation(params, tokens))
                 # Nothing that the LLM holds may hold the stream: see `_close_dropped`.
                 stream = TokenStream(
                     engine, self.output(sequence, params), lambda result: engine.close_sequence(sequence)
@@ -366,16 +373,21 @@ class LLM:
         """
         if not params.ignore_eos and params.json_schema is None:
             params = replace(params, stop=(*params.stop, *self._defaults.stop_strings))
-        return OutputProcessor(self.engine, sequence, params, self.tokenizer, self._notices, start)
+        return OutputProcessor(
+            self.engine, sequence, params, self.tokenizer, self._notices, start, self._thoughts
+        )
 
-    def continuation(self, params: SamplingParams) -> Continuation:
-        """Returns the settings of a continuation; `params` must have a seed."""
+    def continuation(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Continuation:
+        """Returns the settings of a continuation of a prompt; `params` must have a seed."""
         self.checked_params(params)
         assert params.seed is not None
         draws = GeneratorDraws(params.seed, self.engine.target.device)
         ends = frozenset() if params.ignore_eos else self.end_tokens
-        schema = params.json_schema
-        grammar = None if schema is None else self._json_grammars.grammar(str(schema), ends)
+        grammar: Grammar | None = None
+        if params.json_schema is not None:
+            grammar = self._json_grammars.grammar(str(params.json_schema), ends)
+            vocabulary = self.engine.target.vocabulary
+            grammar = self._thoughts.before(grammar, prompt, params.max_tokens // 2, ends, vocabulary)
         sampling = Sampling(params, draws, ends, grammar)
         return Continuation(sampling, params.max_tokens)
 

@@ -48,7 +48,7 @@ def generate_batch(
             with _named(at):
                 sequence = engine.open(checked[at], wanted[at].max_tokens, sequences=left)
             closing.callback(engine.close_sequence, sequence)
-            engine.begin(sequence, None, llm.continuation(wanted[at]))
+            engine.begin(sequence, None, llm.continuation(wanted[at], checked[at]))
             opened[at] = llm.output(sequence, wanted[at], 0)
         outputs = [opened[at] for at in range(len(sizes))]
         finish(engine, outputs)

@@ -1,4 +1,4 @@
-"""Chat messages: their check, the tokenizer's chat template, and the thoughts in an answer."""
+"""Chat messages: their check, and the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from offload_rt.errors import UsageError, first_line
 from offload_rt.text import common_beginning, encode
+from offload_rt.thoughts import ThoughtMarks, ThoughtSplitter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant")
 TAKEN = ("role", "content", "reasoning_content")
 """Keys of a message that may have a value."""
-OPENED, CLOSED = "<think>", "</think>"
 Message = dict[str, str]
 Messages = Sequence[Mapping[str, Any]]
 """Chat messages as a user gives them; see `checked_messages`."""
@@ -117,6 +117,7 @@ class ChatTemplate:
         self._name = model_name
         self._on_notice = on_notice
         self._noticed: set[str] = set()
+        self._marks = ThoughtMarks(tokenizer)
 
     def encode(self, messages: Messages, *, answer: bool = True, thinking: bool | None = None) -> list[int]:
         """Returns the token IDs of messages, with the one beginning-of-text token that the template writes.
@@ -183,14 +184,19 @@ class ChatTemplate:
         return _shared([self._tokens(one) for one in rendered])
 
     def thoughts(self, thinking: bool | None, json_schema: object) -> bool | None:
-        """Returns whether the model shall think, as `encode` takes it: not in an answer that fits a schema.
+        """Returns whether the model shall think, as `encode` takes it.
+
+        Before an answer that fits a schema it does so only where its thoughts are known to come first.
 
         Raises:
-            UsageError: both are wanted.
+            UsageError: both are wanted, and they are not.
         """
         if json_schema is None:
             return thinking
         if thinking:
+            prompt = self.encode([{"role": "user", "content": "Who?"}], thinking=True)
+            if self._marks.come_first(prompt):
+                return True
             raise UsageError("json-schema leaves no room for thoughts: leave it out, or do not ask for them")
         return False if self._has_switch else thinking
 
@@ -199,10 +205,9 @@ class ChatTemplate:
         """Returns whether the template asks whether the model shall think."""
         return "thinking" in str(self._tokenizer.chat_template)
 
-    def opens_thoughts(self, thinking: bool | None = None) -> bool:
-        """Returns whether the template writes `<think>` itself, so that the answer begins within thoughts."""
-        rendered = self.render([{"role": "user", "content": "Who?"}], thinking=thinking)
-        return rendered.rstrip().endswith(OPENED)
+    def splitter(self, prompt: Sequence[int]) -> ThoughtSplitter:
+        """Returns the splitter of an answer to a prompt into its thoughts and the answer proper."""
+        return self._marks.splitter(prompt)
 
     def _notice(self, text: str) -> None:
         if text not in self._noticed:
@@ -225,67 +230,3 @@ def _folded(messages: Sequence[Message]) -> list[Message]:
         return []
     content = "\n\n".join(filter(None, [*system, others[first]["content"]]))
     return [*others[:first], {"role": "user", "content": content}, *others[first + 1 :]]
-
-
-class ThoughtSplitter:
-    """Splits a text that arrives in pieces into thoughts, from `<think>` at its beginning to `</think>`, and
-    the answer after them. White space at the beginning of both is dropped.
-
-    Args:
-        inside: the text begins within thoughts, as the template has opened them.
-    """
-
-    def __init__(self, inside: bool = False) -> None:
-        self._begun = self._inside = inside
-        self._held = ""
-        self._blank = True  # nothing of the part under way has been returned
-
-    def push(self, text: str) -> tuple[str, str]:
-        """Returns the thoughts and the part of the answer that are certain with this piece."""
-        text, self._held = self._held + text, ""
-        if not self._begun:
-            text = text.lstrip()
-            if len(text) < len(OPENED) and OPENED.startswith(text):
-                self._held = text
-                return "", ""
-            self._begun, self._inside = True, text.startswith(OPENED)
-            text = text.removeprefix(OPENED)
-        if not self._inside:
-            return "", self._shown(text)
-        thought, closed, answer = text.partition(CLOSED)
-        if not closed:
-            certain = len(thought) - _beginning(thought, CLOSED)
-            self._held = thought[certain:]
-            return self._shown(thought[:certain]), ""
-        thought = self._shown(thought)
-        self._inside, self._blank = False, True
-        return thought, self._shown(answer)
-
-    def finish(self) -> tuple[str, str]:
-        """Returns what was held back, as no text follows."""
-        held, self._held = self._held, ""
-        return (held, "") if self._inside else ("", held)
-
-    def _shown(self, text: str) -> str:
-        text = text.lstrip() if self._blank else text
-        self._blank = self._blank and not text
-        return text
-
-
-def _beginning(text: str, marker: str) -> int:
-    """Returns the length of the longest end of `text` that is the beginning of `marker`."""
-    sizes = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(marker[:size])), 0)
-
-
-def thoughts(text: str, inside: bool = False) -> tuple[str, str]:
-    """Returns the thoughts in a whole text and its answer, without white space around them.
-
-    Args:
-        inside: the text begins within thoughts. One that closes thoughts it has not opened does in any case.
-    """
-    unopened = CLOSED in text and not text.lstrip().startswith(OPENED)
-    splitter = ThoughtSplitter(inside or unopened)
-    parts = zip(splitter.push(text), splitter.finish(), strict=True)
-    thought, answer = ("".join(both).strip() for both in parts)
-    return thought, answer

@@ -22,6 +22,7 @@ from offload_rt.planning.placement import check_positions
 from offload_rt.results import GenerationResult, SamplingParams, TokenEvent, integer
 from offload_rt.saved_context import SavedContext, save_prefix
 from offload_rt.text import common_beginning
+from offload_rt.thoughts import ThoughtSplitter
 
 GREEDY = SamplingParams()
 ROOM = 2048
@@ -43,7 +44,7 @@ class Host(Protocol):
 
     def chat_params(self, params: SamplingParams | None, changes: Mapping[str, Any]) -> SamplingParams: ...
 
-    def continuation(self, params: SamplingParams) -> Continuation: ...
+    def continuation(self, params: SamplingParams, prompt: Sequence[int]) -> Continuation: ...
 
     def output(self, sequence: TokenSequence, params: SamplingParams, start: int) -> OutputProcessor: ...
 
@@ -222,7 +223,8 @@ class Context:
     ) -> TokenStream:
         """Begins to continue the context, which had `start` tokens before what it is asked for."""
         params = params.seeded()
-        self._engine.begin(self._sequence, settings, self.host.continuation(params))
+        continuation = self.host.continuation(params, self._sequence.tokens)
+        self._engine.begin(self._sequence, settings, continuation)
         output = self.host.output(self._sequence, params, start)
         self._stream = TokenStream(self._engine, output, on_end)
         return self._stream
@@ -286,7 +288,7 @@ class Context:
 
     def _answered(self, asked: list[Message], result: GenerationResult) -> None:
         if result.tokens and result.finish_reason != "error":
-            self.messages = [*asked, {"role": "assistant", "content": result.text}]
+            self.messages = [*asked, {"role": "assistant", "content": result.answer}]
 
     def fork(self, room: int = ROOM) -> Context:
         """Returns a second context of these tokens, at once: each goes on by itself.
@@ -389,6 +391,10 @@ class TokenStream(Iterator[TokenEvent]):
         self._output = output
         self._on_end = on_end
         self._events: Iterator[TokenEvent] = iter(())
+
+    def splitter(self) -> ThoughtSplitter:
+        """Returns a splitter of the text into its thoughts and its answer."""
+        return self._output.splitter()
 
     @property
     def tokens(self) -> list[int]:

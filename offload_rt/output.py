@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,8 @@ from offload_rt.results import (
     TokenEvent,
     Transfer,
 )
-from offload_rt.text import PROMPT_TOKENS, TextStream
+from offload_rt.text import TextStream
+from offload_rt.thoughts import LAST_TOKENS, ThoughtMarks, split
 
 
 def step(engine: Engine, outputs: Sequence[OutputProcessor]) -> Iterator[Iterator[TokenEvent]]:
@@ -75,10 +77,12 @@ class OutputProcessor:
     Args:
         notices: notices to the user so far; may grow.
         start: length of the context, in tokens, before this call's prompt.
+        thoughts: the model's marks of thoughts; None: those of the tokenizer.
 
     Attributes:
         tokens: token IDs that the caller has taken.
         error: the exception that ended the text early.
+        splitter: returns a splitter of the text into its thoughts and its answer.
     """
 
     def __init__(
@@ -89,13 +93,17 @@ class OutputProcessor:
         tokenizer: PreTrainedTokenizerBase | None,
         notices: Sequence[str],
         start: int = 0,
+        thoughts: ThoughtMarks | None = None,
     ) -> None:
         self.sequence = sequence
         self._engine = engine
         self._params = params
         self._notices = notices
         self._start = start
-        self._stream = TextStream(tokenizer, params.stop, sequence.tokens[-PROMPT_TOKENS:])
+        thoughts = ThoughtMarks(tokenizer) if thoughts is None else thoughts
+        prompt = sequence.tokens[-LAST_TOKENS:]
+        self._stream = TextStream(tokenizer, params.stop, prompt, thoughts.special)
+        self.splitter = partial(thoughts.splitter, prompt)
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
         self._finish: FinishReason = "interrupted"
@@ -154,6 +162,7 @@ class OutputProcessor:
             notices.append(f"{plainly} were decoded plainly, as drafting them would have taken longer")
         with engine.lock:
             kv_bytes, kv_reserved_bytes = engine.store.used_bytes, engine.store.reserved_bytes
+        thoughts, answer = split(self._stream.text, self.splitter())
         counters, on_gpu = sequence.counters, target.device.type == "cuda"
         return GenerationResult(
             model=target.name,
@@ -166,6 +175,8 @@ class OutputProcessor:
             prompt_tokens=sequence.start,
             tokens=self.tokens,
             text=self._stream.text,
+            thoughts=thoughts,
+            answer=answer,
             finish_reason=self._finish,
             timings=Timings(
                 prompt_n=sequence.read_tokens,

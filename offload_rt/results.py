@@ -76,7 +76,9 @@ class SamplingParams(Sampler):
         logprobs: report the log probability of each token, and so many of the likeliest ones in its place,
             0 to 20, before penalties and temperature; None: report none.
         json_schema: JSON schema that the text must fit, an object or its text; None: any text. A text that
-            is cut by `max_tokens` or a stop string does not fit.
+            is cut by `max_tokens` or a stop string does not fit. Behind a prompt that opens thoughts, or
+            where a channel must come first, it is the answer that fits, and thoughts take half the tokens
+            at most.
     """
 
     max_tokens: int = 256
@@ -217,7 +219,9 @@ class GenerationResult:
         start: length of the context, in tokens, before this call's prompt: `Context.rewind` takes it.
         prompt_tokens: length of the context when generation began, the prompt included.
         tokens: generated token IDs, an end-of-text token included.
-        text: their text, up to a stop string.
+        text: their text, up to a stop string; marks of thoughts are in it.
+        thoughts: the thoughts in the text, without marks; empty where the model wrote none.
+        answer: the text without its thoughts.
         levels: the composition's levels, the cheapest first, the target over its full cache last.
         plain_tokens: number of tokens decoded without drafts because speculation was slower.
         error: why the text ended, where `finish_reason` is "error".
@@ -244,6 +248,8 @@ class GenerationResult:
     notices: list[str] = field(default_factory=list)
     error: str | None = None
     logprobs: list[float] | None = None
+    thoughts: str = ""
+    answer: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the values that `offload-rt generate --json` writes."""
@@ -257,6 +263,8 @@ class GenerationResult:
         )
         if self.logprobs is None:
             del values["logprobs"]
+        if not self.thoughts:
+            del values["thoughts"], values["answer"]
         for level in values["levels"]:
             del level["rounds"]
         return values

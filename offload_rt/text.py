@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -86,6 +86,7 @@ class TextStream:
         stop: stop strings.
         prompt: the tokens before the first one, of which the last ones are decoded with it: a tokenizer may
             write the first word of a text without its space. Empty: the tokens are a text of their own.
+        kept: texts of special tokens that are not left out.
 
     Attributes:
         text: all text returned so far.
@@ -100,6 +101,7 @@ class TextStream:
         tokenizer: PreTrainedTokenizerBase | None,
         stop: Sequence[str] = (),
         prompt: Sequence[int] = (),
+        kept: Mapping[int, str] = {},
     ) -> None:
         if stop and tokenizer is None:
             raise UsageError(f"stop string {stop[0]!r}: the model has no tokenizer, so it writes no text")
@@ -107,6 +109,7 @@ class TextStream:
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._kept = kept
         self._held = ""
         # A short window of tokens is decoded at every push. Tokens before `_open_start` are context: the text
         # of a token may depend on the one before it (a leading space, the rest of a character).
@@ -127,6 +130,11 @@ class TextStream:
         """Adds a token; returns the text that has become certain, often an empty string."""
         if self._tokenizer is None or self.stopped:
             return ""
+        if token in self._kept:  # the text behind it begins anew
+            new = self._written()[self._released_characters :] + self._kept[token]
+            self._window, self._open_start, self._released_characters = [], 0, 0
+            self._after_prompt, self._prompt_texts = False, []
+            return self._release(new)
         self._window.append(token)
         written = self._written()
         open_tokens = len(self._window) - self._open_start
@@ -199,13 +207,13 @@ class TextStream:
             final = min(ends)[1]
             self._held = ""
         else:
-            final = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+            final = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
             self._held = text[final:]
         self.text += text[:final]
         return text[:final]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Returns the length of the longest end of `text` that is an incomplete beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

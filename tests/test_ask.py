@@ -20,12 +20,13 @@ from tiny_models import tiny_target
 from transformers import GenerationConfig
 
 from offload_rt import LLM, Context, SamplingParams, cli
-from offload_rt.chat import ThoughtSplitter, with_question
+from offload_rt.chat import with_question
 from offload_rt.commands import chat as chat_command
 from offload_rt.commands.console import Console
 from offload_rt.commands.generate import write_text
 from offload_rt.engine.engine import Engine
 from offload_rt.saved_context import SavedContext
+from offload_rt.thoughts import ThoughtSplitter
 
 BOOK = "Call me Ishmael. " * 20
 

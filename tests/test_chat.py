@@ -13,7 +13,7 @@ from tiny_models import byte_tokenizer, tiny_target
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from offload_rt import LLM, SamplingParams, UsageError
-from offload_rt.chat import ChatTemplate, ThoughtSplitter, checked_messages, thoughts, with_question
+from offload_rt.chat import ChatTemplate, checked_messages, with_question
 from offload_rt.model.loading import demo_model
 
 LLAMA = """{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|end|>
@@ -98,12 +98,14 @@ def test_a_switch_for_thoughts() -> None:
     rendered = {how: template.render([user("hi")], thinking=how) for how in (None, True, False)}
     assert rendered[None] == rendered[True] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert rendered[False] == rendered[True] + "<think>\n\n</think>\n\n"
-    assert not template.opens_thoughts() and not told
+    assert template.splitter(template.encode([user("hi")])).push("a") == ("", "a") and not told
     answered = [user("hi"), {"role": "assistant", "content": "<think>\nwell\n</think>\n\nyes"}, user("so?")]
     assert "well" not in template.render(answered) and "assistant\nyes<" in template.render(answered)
     for _ in range(2):
         opening = ChatTemplate(tokenizer(R1), "r1", told.append)
-        assert opening.opens_thoughts(thinking=False) and opening.opens_thoughts(thinking=False)
+        for _ in range(2):
+            prompt = opening.encode([user("hi")], thinking=False)
+            assert opening.splitter(prompt).push("a") == ("a", "")
     assert told == 2 * [
         "the chat template of r1 has no switch for thoughts: the model thinks as it is used to"
     ]
@@ -227,34 +229,6 @@ def test_a_question_before_the_document_is_told_of() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "inside", "thought", "answer"),
-    [
-        ("<think>\nwell\n</think>\n\nyes", False, "well", "yes"),
-        ("well</think>yes", True, "well", "yes"),
-        (" yes </think", False, "", "yes </think"),
-        ("a <think> tag", False, "", "a <think> tag"),
-        ("<thin", False, "", "<thin"),
-        ("<think>well</thi", False, "well</thi", ""),
-        ("<think></think> yes", False, "", "yes"),
-        ("", True, "", ""),
-    ],
-)
-def test_thoughts(text: str, inside: bool, thought: str, answer: str) -> None:
-    """However the text is cut into pieces."""
-    assert thoughts(text, inside) == (thought, answer)
-    for size in (1, 2, 5, 100):
-        splitter, parts = ThoughtSplitter(inside), [["", ""]]
-        for start in range(0, len(text), size):
-            parts.append(list(splitter.push(text[start : start + size])))
-        parts.append(list(splitter.finish()))
-        assert ["".join(part).strip() for part in zip(*parts, strict=True)] == [thought, answer]
-
-
-def test_thoughts_that_the_template_opened() -> None:
-    assert thoughts("well\n</think>\n\nyes") == ("well", "yes")
-
-
 # -------------------------------------------------------------------------------- questions to a model
 
 PARAMS = SamplingParams(max_tokens=12)
@@ -296,7 +270,7 @@ def test_questions_are_answered_as_whole_prompts_are_and_a_document_is_read_once
             prompt = llm.chat_template.encode(messages)
             assert result.tokens == whole.tokens == llm.generate(prompt, PARAMS).tokens
             assert result.prompt_tokens == whole.prompt_tokens == len(prompt)
-            messages = [*messages, {"role": "assistant", "content": result.text}]
+            messages = [*messages, {"role": "assistant", "content": result.answer}]
             assert context.messages == messages and result.text == llm.generate(prompt, PARAMS).text
             assert result.timings.prompt_n == read + len(prompt) - result.start
             read = 0  # the first question counts what was read before it, too

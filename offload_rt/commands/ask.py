@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload_rt.chat import ThoughtSplitter, with_question
+from offload_rt.chat import with_question
 from offload_rt.commands import prompts, sessions
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import INTERRUPTED
@@ -140,8 +140,8 @@ class Chat:
     def write(self, answer: TokenStream, params: SamplingParams) -> tuple[int, UsageError | None]:
         """Streams an answer to stdout; see `write_text`."""
         hidden = None
-        if self.arguments.thinking == "hidden":
-            hidden = ThoughtSplitter(self.template.opens_thoughts(self.thinking))
+        if self.arguments.thinking == "hidden" or params.json_schema is not None:
+            hidden = answer.splitter()
             self.console.working("thinking", "its thoughts are hidden")
         self.console.tokens["decode"] = params.max_tokens
         status, failure = write_text(answer, params, self.console, thoughts=hidden)

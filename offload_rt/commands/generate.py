@@ -29,9 +29,9 @@ from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
-    from offload_rt.chat import ThoughtSplitter
     from offload_rt.context import Context, TokenStream
     from offload_rt.results import GenerationResult, SamplingParams
+    from offload_rt.thoughts import ThoughtSplitter
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

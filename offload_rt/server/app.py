@@ -23,7 +23,6 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from offload_rt.api import LLM
-from offload_rt.chat import ThoughtSplitter
 from offload_rt.documents import document_text
 from offload_rt.errors import UsageError, first_line
 from offload_rt.planning.placement import check_positions
@@ -71,10 +70,9 @@ class Service:
         template = self._llm.chat_template
         thinking = template.thoughts(asked.thinking, asked.json_schema)
         tokens = await self._tokenized(template.encode, asked.messages, thinking=thinking)
-        inside = template.opens_thoughts(thinking)
 
         def reply(*given: Any) -> Reply:
-            return ChatReply(*given, thoughts=ThoughtSplitter(inside))
+            return ChatReply(*given, thoughts=template.splitter(tokens))
 
         return await self._generate(request, asked, [tokens], new_id("chatcmpl"), reply)
 

@@ -232,7 +232,7 @@ class Worker:
             failed.callback(engine.close_sequence, sequence)
             # Kept at once, so that requests that come meanwhile share it.
             self._prefixes.add(engine.snapshot(sequence))
-            engine.begin(sequence, None, llm.continuation(params))
+            engine.begin(sequence, None, llm.continuation(params, job.tokens))
             output = llm.output(sequence, params, 0)
             failed.pop_all()
         self._metrics.prompt(len(job.tokens), job.cached)
