@@ -44,6 +44,7 @@ from offload_rt.results import (
 from offload_rt.sampling import GeneratorDraws
 from offload_rt.saved_context import SavedContext
 from offload_rt.text import encode
+from offload_rt.thought_grammar import thoughts_first
 from offload_rt.thoughts import ThoughtMarks
 from offload_rt.toml import load_config, load_configs
 
@@ -387,7 +388,9 @@ class LLM:
         if params.json_schema is not None:
             grammar = self._json_grammars.grammar(str(params.json_schema), ends)
             vocabulary = self.engine.target.vocabulary
-            grammar = self._thoughts.before(grammar, prompt, params.max_tokens // 2, ends, vocabulary)
+            grammar = thoughts_first(
+                self._thoughts, grammar, prompt, params.max_tokens // 2, ends, vocabulary
+            )
         sampling = Sampling(params, draws, ends, grammar)
         return Continuation(sampling, params.max_tokens)
 

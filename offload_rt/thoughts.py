@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-import numpy
-import torch
-from torch import Tensor
-
-from offload_rt.drafting.logits import Grammar
 from offload_rt.text import overlap
 
 LAST_TOKENS = 32
@@ -94,122 +88,39 @@ class ThoughtMarks:
         if tokenizer is not None:
             template = str(getattr(tokenizer, "chat_template", None) or "")
             written = [one for one in FORMATS if any(mark in template for mark in one.telling)]
-            known = (one for one in FORMATS if all(self._token(mark) is not None for mark in one.telling))
+            known = (one for one in FORMATS if all(self.token(mark) is not None for mark in one.telling))
             self.format = (written or [*known, THINK])[0]
-            tokens = {token: mark for mark in self.format.marks if (token := self._token(mark)) is not None}
+            tokens = {token: mark for mark in self.format.marks if (token := self.token(mark)) is not None}
             skipped = (token for token in tokens if not tokenizer.decode([token], skip_special_tokens=True))
             self.special = {token: tokens[token] for token in skipped}
 
-    def _token(self, mark: str) -> int | None:
+    def token(self, mark: str) -> int | None:
         """Returns the token that a mark is; None: it is several, or none."""
         assert self._tokenizer is not None
         token = self._tokenizer.convert_tokens_to_ids(mark)
         return token if isinstance(token, int) and token != self._tokenizer.unk_token_id else None
 
-    def _ends_with(self, prompt: Sequence[int], mark: str) -> bool:
+    def ends_with(self, prompt: Sequence[int], mark: str) -> bool:
+        """Returns whether a prompt ends with a mark, but for white space."""
         if self._tokenizer is None:
             return False
         return str(self._tokenizer.decode(list(prompt[-LAST_TOKENS:]))).rstrip().endswith(mark)
 
+    def encoded(self, marks: str) -> list[int]:
+        """Returns the tokens of marks in a row."""
+        assert self._tokenizer is not None
+        return list(self._tokenizer(marks, add_special_tokens=False)["input_ids"])
+
     def come_first(self, prompt: Sequence[int]) -> bool:
         """Returns whether thoughts must come first after a prompt, and then end with a token of their own."""
         if self.format.channels:
-            return self._ends_with(prompt, f"{START}assistant")
-        opened = self._ends_with(prompt, self.format.opened)
-        return opened and self._token(self.format.closed) is not None
+            return self.ends_with(prompt, f"{START}assistant")
+        opened = self.ends_with(prompt, self.format.opened)
+        return opened and self.token(self.format.closed) is not None
 
     def splitter(self, prompt: Sequence[int]) -> ThoughtSplitter:
         """Returns the splitter of the text behind a prompt, which may have opened thoughts."""
-        return ThoughtSplitter(self._ends_with(prompt, self.format.opened), self.format)
-
-    def before(
-        self, grammar: Grammar, prompt: Sequence[int], budget: int, ends: Collection[int], vocabulary: int
-    ) -> Grammar:
-        """Returns a grammar that begins behind the thoughts that must come first after a prompt, if any must.
-
-        Thoughts that the prompt has opened are closed at once where their end is no token of its own.
-
-        Args:
-            budget: most tokens of thoughts.
-            ends: tokens that end the text.
-        """
-        opened = self._ends_with(prompt, self.format.opened)
-        if self._tokenizer is None or not (opened or self.come_first(prompt)):
-            return grammar
-
-        def encoded(text: str) -> list[int]:
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[misc]
-
-        closing = encoded(self.format.closing)
-        gate, until, opening = closing, None, None
-        if self.format.channels and not opened:
-            gate, until, opening = encoded(CHANNEL + FINAL), self._token(MESSAGE), self._token(CHANNEL)
-        elif not self.come_first(prompt):
-            budget = 0
-        elif self.format.answer:
-            gate = encoded(self.format.answer[0])
-        return ThoughtsFirst(grammar, closing, gate, until, budget, ends, vocabulary, opening)
-
-
-class ThoughtsFirst:
-    """Any thoughts, and behind them the texts of a grammar (a `drafting.logits.Grammar`).
-
-    Args:
-        closing: tokens that are forced where thoughts reach their budget.
-        gate: tokens that begin the answer.
-        until: the token behind them with which their header ends; None: they have no header.
-        budget: most tokens of thoughts.
-        ends: tokens that end the text; not allowed among thoughts.
-        opening: the token that they begin with; None: they have begun, or begin with any.
-    """
-
-    def __init__(
-        self,
-        grammar: Grammar,
-        closing: list[int],
-        gate: list[int],
-        until: int | None,
-        budget: int,
-        ends: Collection[int],
-        vocabulary: int,
-        opening: int | None = None,
-    ) -> None:
-        self._grammar = grammar
-        self._closing, self._gate, self._until, self._budget = closing, gate, until, budget
-        self._vocabulary = vocabulary
-        self._opening = opening
-        self._free = self._mask(set(range(vocabulary)) - set(ends))
-
-    def allowed(self, tokens: Sequence[int]) -> Tensor | None:
-        if (start := self._answer(tokens)) is not None:
-            return self._grammar.allowed(tokens[start:])
-        forced = list(tokens[self._budget :])
-        if len(tokens) < self._budget:
-            return self._free if tokens or self._opening is None else self._mask({self._opening})
-        if forced != self._closing[: len(forced)]:
-            return None
-        return self._mask({self._closing[len(forced)]})
-
-    def complete(self, tokens: Sequence[int]) -> bool:
-        start = self._answer(tokens)
-        return start is not None and self._grammar.complete(tokens[start:])
-
-    def _answer(self, tokens: Sequence[int]) -> int | None:
-        """Returns where the answer begins; None: it has not begun."""
-        at, size = -1, len(self._gate)
-        with suppress(ValueError):  # of `index`, where there is none
-            while True:
-                at = tokens.index(self._gate[0], at + 1)
-                if list(tokens[at : at + size]) == self._gate:
-                    at += size
-                    return at if self._until is None else tokens.index(self._until, at) + 1
-        return None
-
-    def _mask(self, tokens: Collection[int]) -> Tensor:
-        bits = torch.zeros(-(-self._vocabulary // 64) * 64, dtype=torch.bool)
-        bits[[token for token in tokens if token < self._vocabulary]] = True
-        words = numpy.packbits(bits.numpy(), bitorder="little")
-        return torch.from_numpy(words).view(torch.long)
+        return ThoughtSplitter(self.ends_with(prompt, self.format.opened), self.format)
 
 
 class Part(Enum):
