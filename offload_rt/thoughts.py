@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from offload_rt.text import overlap
 
+BLANK = " \t\r\n"
 LAST_TOKENS = 32
 """Tokens of a prompt that are looked at for a mark at its end."""
 
@@ -79,7 +80,7 @@ class ThoughtMarks:
     else that of `<think>`.
 
     Attributes:
-        special: texts of the marks that are special tokens, which texts keep.
+        special: texts of the special tokens in marks, which texts keep.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -90,9 +91,11 @@ class ThoughtMarks:
             written = [one for one in FORMATS if any(mark in template for mark in one.telling)]
             known = (one for one in FORMATS if all(self.token(mark) is not None for mark in one.telling))
             self.format = (written or [*known, THINK])[0]
-            tokens = {token: mark for mark in self.format.marks if (token := self.token(mark)) is not None}
-            skipped = (token for token in tokens if not tokenizer.decode([token], skip_special_tokens=True))
-            self.special = {token: tokens[token] for token in skipped}
+            for mark in self.format.marks:  # a mark may be a special token and a word
+                for token in self.encoded(mark):
+                    text = str(tokenizer.decode([token]))
+                    if text in mark and not tokenizer.decode([token], skip_special_tokens=True):
+                        self.special[token] = text
 
     def token(self, mark: str) -> int | None:
         """Returns the token that a mark is; None: it is several, or none."""
@@ -156,7 +159,7 @@ class ThoughtSplitter:
         while text:
             marks = self._marks()
             if self._part is Part.BEGINNING:
-                text = text.lstrip()
+                text = text.lstrip(BLANK)
                 if not any(text.startswith(mark[: len(text)]) for mark in marks):
                     self._part = Part.ANSWER
                     continue
@@ -201,9 +204,49 @@ class ThoughtSplitter:
         if self._part is Part.HEADER:
             self._header += text
         if self._part in shown:
-            text = text.lstrip() if self._blank[self._part] else text
+            text = text.lstrip(BLANK) if self._blank[self._part] else text
             self._blank[self._part] &= not text
             shown[self._part] += text
+
+
+class Splitter(Protocol):
+    """Takes a text in pieces, and returns two parts of it as they become certain."""
+
+    def push(self, text: str) -> tuple[str, str]: ...
+
+    def finish(self) -> tuple[str, str]: ...
+
+
+class ReadableThoughts:
+    """Writes thoughts and the answer as a text that looks alike for all formats.
+
+    It has the interface of a splitter, and no thoughts are left in what it returns.
+    """
+
+    def __init__(self, splitter: ThoughtSplitter) -> None:
+        self._splitter = splitter
+        self._space = ""  # at the end of the thoughts so far
+        self._part = Part.BEGINNING
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Returns nothing, and what is certain with this piece."""
+        return "", self._written(*self._splitter.push(text))
+
+    def finish(self) -> tuple[str, str]:
+        """Returns nothing, and what was held back, as no text follows."""
+        return "", self._written(*self._splitter.finish())
+
+    def _written(self, thought: str, answer: str) -> str:
+        text = ""
+        if thought:
+            text = f"{THINK.opened}\n" if self._part is Part.BEGINNING else ""
+            self._part, thought = Part.THOUGHTS, self._space + thought
+            text += thought.rstrip(BLANK)
+            self._space = thought[len(thought.rstrip(BLANK)) :]
+        if answer:
+            text += f"\n{THINK.closed}\n\n" if self._part is Part.THOUGHTS else ""
+            self._part = Part.ANSWER
+        return text + answer
 
 
 def split(text: str, splitter: ThoughtSplitter) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from offload_rt.commands.console import Console
 from offload_rt.commands.generate import write_text
 from offload_rt.engine.engine import Engine
 from offload_rt.saved_context import SavedContext
-from offload_rt.thoughts import ThoughtSplitter
+from offload_rt.thoughts import FORMATS, ReadableThoughts, ThoughtSplitter
 
 BOOK = "Call me Ishmael. " * 20
 
@@ -128,6 +128,18 @@ def test_hidden_thoughts_are_not_written(capsys: pytest.CaptureFixture[str]) -> 
         (ThoughtSplitter(), thinking, "yes, yes"),
         (None, thinking, "<think>well\n</think>\n\nyes, yes"),
         (ThoughtSplitter(), ["<", "thin"], "<thin"),
+        (ReadableThoughts(ThoughtSplitter()), thinking, "<think>\nwell\n</think>\n\nyes, yes"),
+        (ReadableThoughts(ThoughtSplitter()), [" ye", "s"], "yes"),
+        (
+            ReadableThoughts(ThoughtSplitter(form=FORMATS[0])),
+            [
+                "<|channel|>analysis<|message|>we",
+                "ll<|e",
+                "nd|><|start|>assistant<|channel|>final",
+                "<|message|>yes",
+            ],
+            "<think>\nwell\n</think>\n\nyes",
+        ),
     ):
         events: Any = Stream(SimpleNamespace(text=piece) for piece in pieces[:-1])
         assert write_text(events, SamplingParams(), Console(quiet=True), thoughts=thoughts) == (0, None)

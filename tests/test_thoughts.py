@@ -101,22 +101,24 @@ def chain(tokenizer: PreTrainedTokenizerFast, pieces: Sequence[str]) -> PreTrain
     return model
 
 
+ASKED = "{% for m in messages %}{{ m.content }} {% endfor %}[user]"
 CASES = {
-    "mistral": ("{% for m in messages %}{{ m.content }} {% endfor %}[user]", MISTRAL.marks),
-    "seed": ("<seed:think>{% for m in messages %}{{ m.content }} {% endfor %}[user]", SEED.marks),
-    "special think": ("{% for m in messages %}{{ m.content }} {% endfor %}[user]", THINK.marks),
+    "mistral": (ASKED, ("[THINK]",), "[/THINK]"),
+    "seed": ("{# <seed:think> #}" + ASKED, ("<seed:think>",), "</seed:think>"),
+    "gemma": ("{# <|channel>thought #}" + ASKED, ("<|channel>", "thought"), "<channel|>"),
+    "special think": (ASKED, ("<think>",), "</think>"),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_thoughts_between_special_tokens_are_no_part_of_the_answer(name: str) -> None:
-    template, (opened, closed, *_) = CASES[name]
-    tokenizer = words("well", "yes", opened, closed, template=template, special=(opened, closed))
-    model = chain(tokenizer, ["[user]", opened, "well", closed, "yes", "</s>"])
+    template, opened, closed = CASES[name]
+    tokenizer = words("well", "yes", *opened, closed, template=template, special=(opened[0], closed))
+    model = chain(tokenizer, ["[user]", *opened, "well", closed, "yes", "</s>"])
     with LLM.from_models(model, None, tokenizer, "plain", SIZES) as llm:
         result = llm.chat([user("Who?")], max_tokens=9)
         assert (result.thoughts, result.answer, result.finish_reason) == ("well", "yes", "eos")
-        assert result.text == f"{opened}well{closed}yes"
+        assert result.text == f"{opened[0]}{' '.join([*opened[1:], 'well'])}{closed}yes"
         with llm.read([user("Who?")]) as context:
             context.ask(None, max_tokens=9)
             assert context.messages == [user("Who?"), {"role": "assistant", "content": "yes"}]

@@ -23,6 +23,7 @@ from offload_rt.commands.options import (
 from offload_rt.documents import documents
 from offload_rt.errors import UsageError
 from offload_rt.files import write_json
+from offload_rt.thoughts import ReadableThoughts, Splitter
 from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
@@ -139,12 +140,13 @@ class Chat:
 
     def write(self, answer: TokenStream, params: SamplingParams) -> tuple[int, UsageError | None]:
         """Streams an answer to stdout; see `write_text`."""
-        hidden = None
+        thoughts: Splitter = answer.splitter()
         if self.arguments.thinking == "hidden" or params.json_schema is not None:
-            hidden = answer.splitter()
             self.console.working("thinking", "its thoughts are hidden")
+        else:
+            thoughts = ReadableThoughts(answer.splitter())
         self.console.tokens["decode"] = params.max_tokens
-        status, failure = write_text(answer, params, self.console, thoughts=hidden)
+        status, failure = write_text(answer, params, self.console, thoughts=thoughts)
         if answer.result is not None and answer.result.finish_reason == "length":
             self.console.say(
                 f"note       the answer is cut after {params.max_tokens} tokens: -n N allows more"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from offload_rt.api import LLM
     from offload_rt.context import Context, TokenStream
     from offload_rt.results import GenerationResult, SamplingParams
-    from offload_rt.thoughts import ThoughtSplitter
+    from offload_rt.thoughts import Splitter
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -163,13 +163,13 @@ def write_text(
     params: SamplingParams,
     console: Console,
     as_tokens: bool = False,
-    thoughts: ThoughtSplitter | None = None,
+    thoughts: Splitter | None = None,
 ) -> tuple[int, UsageError | None]:
     """Streams the text to stdout.
 
     Args:
         as_tokens: write token IDs instead, separated by spaces.
-        thoughts: finds the thoughts in the text, which are not written; None: all is written.
+        thoughts: splits the text in two, of which the second part is written; None: all is written.
 
     Returns:
         The exit code, and the error that ended the text early, if any; the text written by then is valid.
@@ -188,7 +188,7 @@ def _write_events(
     params: SamplingParams,
     console: Console,
     as_tokens: bool,
-    thoughts: ThoughtSplitter | None,
+    thoughts: Splitter | None,
 ) -> tuple[int, UsageError | None]:
     status = written = 0
     failure: UsageError | None = None
