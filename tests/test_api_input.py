@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,3 +234,26 @@ def test_the_models_own_stop_strings_end_a_text(llm: LLM, suggest: Callable[...,
     assert notices(llm) == [
         "generation_config.json: stop_strings: a stop string is empty: leave it out; it is ignored"
     ]
+
+
+def test_a_generation_config_that_transformers_refuses_is_read(tmp_path: Path) -> None:
+    tiny_target("llama-gqa").save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    refused = {
+        "early_stopping": "x",
+        "max_new_tokens": -3,
+        "cache_implementation": "no",
+        "eos_token_id": [[3]],
+    }
+    file.write_text(json.dumps(refused | {"do_sample": True, "top_p": 0.3}))
+    with LLM(tmp_path, config="plain") as llm:
+        assert (llm.model_sampling, llm.end_tokens) == (SamplingParams(1.0, 0.3), {3})
+    for text in ("{", "[]", "null"):
+        file.write_text(text)
+        with pytest.raises(
+            UsageError, match=r"generation_config.json is no JSON object .*; download it again"
+        ):
+            LLM(tmp_path, config="plain")
+    file.unlink()
+    with LLM(tmp_path, config="plain") as llm:
+        assert llm.model_sampling is None and not llm.end_tokens

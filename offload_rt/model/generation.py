@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
 
-from offload_rt.errors import UsageError
+from offload_rt.errors import UsageError, first_line
 from offload_rt.results import SamplingParams
 
 FILE = "generation_config.json"
@@ -42,6 +46,33 @@ NOT_APPLIED: dict[str, object] = {
     "token_healing": False,
 }
 """Settings that change what transformers generates and are ignored here, with the value that is off."""
+
+
+def load_generation_config(source: str | Path, config: PretrainedConfig) -> GenerationConfig:
+    """Returns the generation config of a checkpoint; without a file, what its config says.
+
+    Values are as in the file, those that transformers refuses too: see `GenerationDefaults.notices`.
+
+    Raises:
+        UsageError: the file holds no JSON object.
+    """
+    file: str | None = None
+    with suppress(OSError):  # the hub cannot be reached
+        file = cached_file(source, FILE, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return GenerationConfig.from_model_config(config)
+    try:
+        values = json.loads(Path(file).read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds {reprlib.repr(values)}")
+    except (OSError, ValueError, RecursionError) as error:
+        wrong = f"{FILE} is no JSON object ({first_line(error)}); download it again, or remove it"
+        raise UsageError(f"model {source}: {wrong}") from None
+    generation = GenerationConfig()
+    for name, value in values.items():
+        if not name.startswith("_"):
+            setattr(generation, name, value)
+    return generation
 
 
 class GenerationDefaults:

@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,6 +27,7 @@ from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB
 from offload_rt.model.architecture import EMBEDDINGS, FINAL_NORMS
 from offload_rt.model.checkpoint_config import located, model_config
+from offload_rt.model.generation import load_generation_config
 from offload_rt.model.quantization import Quantization, check_sizes, move_scales, stored_bytes
 from offload_rt.model.remote_mlp import place_mlps
 from offload_rt.model.rope import Yarn
@@ -210,6 +212,7 @@ def load_model(
     model, report = _read_weights(
         source, config, dtype, options, partial(on_progress, phase) if on_progress else None
     )
+    model.generation_config = load_generation_config(located(source), config)
     _check_report(name, report, expanded=quantization is not None and quantization.bits is None)
     check_sizes(model, name)
     if quantization is not None:
@@ -253,6 +256,7 @@ def _read_weights(
                 ignore_mismatched_sizes=True,  # its own error refers to a report that is not shown
                 trust_remote_code=False,
                 key_mapping=_LANGUAGE_MODEL,
+                generation_config=GenerationConfig(),  # its own is read unchecked
                 **options,
             )
     except Exception as error:
