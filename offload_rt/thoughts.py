@@ -112,6 +112,8 @@ class ThoughtMarks:
     def encoded(self, marks: str) -> list[int]:
         """Returns the tokens of marks in a row."""
         assert self._tokenizer is not None
+        if (token := self.token(marks)) is not None:
+            return [token]  # a tokenizer may put a blank before the first word
         return list(self._tokenizer(marks, add_special_tokens=False)["input_ids"])
 
     def come_first(self, prompt: Sequence[int]) -> bool:
