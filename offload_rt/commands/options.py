@@ -70,7 +70,7 @@ def add_dtype(add: Add) -> None:
 def add_quantize(add: Add) -> None:
     """Adds `--quantize`."""
     meaning = "quantize the target's weights as they load; KV and computing stay in the dtype; needs"
-    meaning += f" offload-rt[quantized] (default: {SETTING}, or {NO_QUANTIZATION})"
+    meaning += f" the extra quantized (default: {SETTING}, or {NO_QUANTIZATION})"
     default = SettingDefault("quantize", NO_QUANTIZATION)
     add("--quantize", choices=QUANTIZATIONS, default=default, help=meaning)
 
@@ -106,7 +106,7 @@ def add_sampling(parser: argparse.ArgumentParser, most: int, title: str = "sampl
     stop = "end the text where STRING begins; may be repeated (default: none)"
     add("--stop", action="append", default=[], metavar="STRING", help=stop)
     schema = (
-        "write JSON that fits this JSON schema, without thoughts; needs offload-rt[json] (default: any text)"
+        "write JSON that fits this JSON schema, without thoughts; needs the extra json (default: any text)"
     )
     add("--json-schema", type=_schema, metavar="FILE|JSON", help=schema)
     add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")
