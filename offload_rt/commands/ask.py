@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 ANSWER_TOKENS = 1024
 """Most tokens of an answer where nothing is said."""
+DEMO_TOKENS = 60
+"""Most tokens of an answer of the demo model by default: enough to see that it has none."""
 THINKING = {None: None, "on": True, "off": False, "hidden": True}
 
 
@@ -66,7 +68,9 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     add("--thinking", choices=["on", "off", "hidden"], help=f"{meaning} chat template has it, and shown)")
     add("--quiet", action="store_true", help="print nothing but errors on stderr")
     sessions.add_arguments(parser)
-    add_sampling(parser, ANSWER_TOKENS, "sampling (default: as the model suggests, else as is said here)")
+    title = "sampling (default: as the model suggests, else as is said here)"
+    add_sampling(parser, ANSWER_TOKENS, title, f", or {DEMO_TOKENS} for the demo")
+    parser.set_defaults(max_new_tokens=None)  # depends on the model
     add_configuration(parser)
 
 
@@ -95,6 +99,7 @@ class Chat:
         text = documents(arguments.files, arguments.encoding) if arguments.files else ""
         console.clear()
         load_configs(arguments.config, dict(arguments.overrides))
+        _choose_length(arguments, console)
         stop, schema = tuple(arguments.stop), arguments.json_schema
         distribution(arguments, stop=stop, seed=arguments.seed, json_schema=schema)  # refuses bad values
         from offload_rt.chat import ChatTemplate
@@ -150,6 +155,21 @@ class Chat:
                 f"note       the answer is cut after {params.max_tokens} tokens: -n N allows more"
             )
         return status, failure
+
+
+def _choose_length(arguments: argparse.Namespace, console: Console) -> None:
+    """Fills in the length of an answer, and says on the demo model that it cannot answer."""
+    from offload_rt.model.loading import DEMO
+
+    of_demo = arguments.model in (None, DEMO)
+    if arguments.max_new_tokens is None:
+        arguments.max_new_tokens = DEMO_TOKENS if of_demo else ANSWER_TOKENS
+    if of_demo:
+        console.notice(
+            "the demo model continues old novels and cannot answer: it writes up to"
+            f" {arguments.max_new_tokens} tokens to show the commands; name an instruct model with --model"
+            " (offload-rt models lists those on this machine)"
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -30,7 +30,8 @@ COMPARABLE_TOKENS = 8
 """Fewest tokens whose time is compared with the plan."""
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Returns a duration in a unit that suits it."""
     if seconds < 100:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min"
@@ -140,7 +141,7 @@ class Console:
             f"run        {request.target.name}{draft} on {where}: {request.context:,} prompt tokens +"
             f" {request.new_tokens:,} new; {request.config.name}; expected {predicted.ms_per_token:.1f}"
             f" ms/token (plain {predicted.plain_ms_per_token:.1f}), first token in"
-            f" {_duration(predicted.prefill_ms / 1e3)}{rates}"
+            f" {duration(predicted.prefill_ms / 1e3)}{rates}"
         )
 
     def summary(self, result: GenerationResult) -> None:

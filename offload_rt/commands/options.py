@@ -91,15 +91,18 @@ def add_json(add: Add, what: str) -> None:
     add("--json", type=writable, metavar="FILE", help=f"write {what} to FILE (default: nowhere)")
 
 
-def add_sampling(parser: argparse.ArgumentParser, most: int, title: str = "sampling") -> None:
+def add_sampling(
+    parser: argparse.ArgumentParser, most: int, title: str = "sampling", exception: str = ""
+) -> None:
     """Adds the flags of a generation: its length, its end and its distribution.
 
     Args:
-        most: tokens to generate where nothing is said.
+        most: tokens to generate by default.
+        exception: added to the help on that default.
     """
     sampling = parser.add_argument_group(title)
     add = sampling.add_argument
-    meaning = f"generate at most N tokens (default: {most})"
+    meaning = f"generate at most N tokens (default: {most}{exception})"
     add("-n", "--max-new-tokens", type=prompts.token_count, default=most, metavar="N", help=meaning)
     add_distribution(sampling)
     add("--seed", type=int, metavar="S", help="seed of sampling (default: random, shown in the summary)")
