@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -10,8 +11,10 @@ import re
 import select
 import shlex
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -791,6 +794,43 @@ def test_a_progress_line_is_one_line(
         console.progress("prefill", done, 4)
     console.clear()
     assert shown().count("\n") == 1  # where it ends
+
+
+@pytest.mark.parametrize("columns", [100, 40, 12])
+def test_lines_wrap_at_words_on_a_terminal(columns: int, terminal: Callable[[], Shown]) -> None:
+    shown = terminal()
+    size = struct.pack("HHHH", 40, columns, 0, 0)
+    fcntl.ioctl(sys.stderr.fileno(), termios.TIOCSWINSZ, size)
+    address = "https://example.org/a-long-address-that-no-line-of-these-has-room-for-but-is-copied-whole"
+    words = (
+        f"one line of many words, with numbers as 1,234 and -n N, which goes on and on; see {address} there"
+    )
+    console = Console(quiet=False)
+    console.progress("prefill", 1, 2)
+    console.notice(words)
+    written = shown()
+    *_, lines = written.partition("note")
+    told = f"note{lines}".splitlines()
+    assert " ".join(" ".join(told).split()) == f"note {words}"
+    assert all(len(line) < columns for line in told if address not in line)
+    indent = " " * 11 if columns > 22 else ""
+    assert all(re.match(rf"{indent}\S", line) for line in told[1:])
+    console.error(words)
+    assert " ".join(shown().split()) == f"error {words}"
+    run_program("bench", raising(UsageError(words)))
+    refused = shown()
+    assert " ".join(refused.split()) == f"bench: error: {words}" and refused.count("\n") > 1
+
+
+def test_lines_elsewhere_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(quiet=False).notice("word " * 100)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_chosen_config_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--prompt", "It was", "-n", "4", "--draft", "none"]) == 0
+    err = capsys.readouterr().err
+    assert re.search(r"^run .*; (\w+); expected", err) and "config auto" not in err
 
 
 def test_what_cannot_fit_is_refused_before_weights_are_read(

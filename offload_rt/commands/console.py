@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
@@ -30,6 +31,27 @@ COMPARABLE_TOKENS = 8
 """Fewest tokens whose time is compared with the plan."""
 
 
+LABEL = 11
+"""Columns of the word that a line begins with."""
+
+
+def wrapped(line: str, indent: int = LABEL) -> str:
+    """Returns a line for stderr: on a terminal, wrapped at words, with later lines indented."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return line
+    if len(line) < columns or columns < 2:
+        return line
+    return textwrap.fill(
+        line,
+        columns - 1,
+        subsequent_indent=" " * indent if columns > 2 * indent else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def duration(seconds: float) -> str:
     """Returns a duration in a unit that suits it."""
     if seconds < 100:
@@ -51,6 +73,7 @@ class Console:
         self._drawing: Progress | None = None
         self._phase = ""
         self._noticed: set[str] = set()
+        self._expected = ""  # the config of the plan that was shown
         self._held: list[str] | None = None  # lines to print after the text
         self._load = os.getloadavg()[0]  # before this program adds to it
 
@@ -61,14 +84,15 @@ class Console:
         elif not self._quiet:
             self.clear()
             try:
-                print(line, file=sys.stderr, flush=True)
+                print(wrapped(line), file=sys.stderr, flush=True)
             except OSError:  # nobody reads it: the work goes on
                 self._quiet = True
 
     def error(self, text: str) -> None:
         """Prints an error that does not end the program, as one line, also where the rest is quiet."""
         self.clear()
-        print(f"error      {shortened(' '.join(text.splitlines()))}", file=sys.stderr, flush=True)
+        line = f"error      {shortened(' '.join(text.splitlines()))}"
+        print(wrapped(line), file=sys.stderr, flush=True)
 
     @contextmanager
     def writing_text(self) -> Iterator[None]:
@@ -91,6 +115,8 @@ class Console:
 
     def notice(self, text: str) -> None:
         """Prints a note once, however often it is given."""
+        if self._expected and text.startswith(f"config auto: {self._expected} "):
+            return  # `expect` has said it
         if text not in self._noticed:
             self._noticed.add(text)
             self.say(f"note       {text}")
@@ -136,6 +162,7 @@ class Console:
         where = f"{len(gpus)} × {gpus[0].name}" if len(gpus) > 1 else gpus[0].name if gpus else "cpu"
         drafts = request.draft is not None and any(one.needs_draft_model for one in request.levels)
         draft = f" with {request.draft.name}" if request.draft is not None and drafts else ""
+        self._expected = request.config.name
         rates = "" if request.hardware.measured else ", at the rates of a usual desktop"
         self.say(
             f"run        {request.target.name}{draft} on {where}: {request.context:,} prompt tokens +"
