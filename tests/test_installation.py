@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
+import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.request import pathname2url
+from zipfile import ZipFile
 
 import pytest
 
@@ -17,6 +21,7 @@ from offload_rt.errors import UsageError
 from offload_rt.installation import install_extra, pip_install
 from offload_rt.results import SamplingParams
 
+ROOT = Path(__file__).parents[1]
 COMMIT = "4d7ae0d8d0c3ae3b5b3b3fc9b3ed0a2a34f3ac53"
 
 
@@ -95,3 +100,27 @@ def test_hints_at_missing_packages_say_what_works(
     assert capsys.readouterr().err.endswith(f" needs uvicorn: pip install -e '{tmp_path}[server]'\n")
     with pytest.raises(UsageError, match="llguidance: pip install -e '.*\\[json\\]'$"):
         SamplingParams(json_schema={"enum": ["seen by nobody"]})
+
+
+def test_type_checkers_find_an_editable_install(tmp_path: Path) -> None:
+    """It is the checkout's path in a .pth file, which they read; they do not run an import hook."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    for package in ("cpu_kv", "offload_rt", "bench", "docs"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    build = "import setuptools.build_meta as build; build.build_editable('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as files:
+        outside = [name for name in files.namelist() if ".dist-info/" not in name]
+        assert len(outside) == 1 and outside[0].endswith(".pth")
+        assert files.read(outside[0]).decode().split() == [str(tmp_path)]
+
+
+def test_ci_runs_the_versions_of_python_that_are_promised() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    promised = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert "3.13" in promised and f"python: {json.dumps(promised)}" in workflow
+    assert project["requires-python"] == f">={promised[0]}"
