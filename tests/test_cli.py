@@ -33,6 +33,7 @@ from offload_rt.commands.console import Console
 from offload_rt.commands.exits import run_program
 from offload_rt.commands.prompts import BUILT_IN_TOKENS
 from offload_rt.errors import UsageError
+from offload_rt.machine.other_work import OtherWork
 from offload_rt.model import loading
 from offload_rt.results import SamplingParams
 
@@ -369,6 +370,7 @@ def test_a_run_far_from_its_plan_says_so(
     load: float,
     told: str | None,
 ) -> None:
+    monkeypatch.setattr("offload_rt.machine.other_work.SHORTEST_S", float("inf"))
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(console_module, "COMPARABLE_TOKENS", 4)
@@ -852,7 +854,7 @@ def test_the_demo_compares_over_a_link_and_in_memory(
     busy: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = "other work slows it down: the load average was 99.0 on 2 cores before it"
-    monkeypatch.setattr(Console, "busy", lambda console: told if busy else None)
+    monkeypatch.setattr(OtherWork, "told", lambda other_work: told if busy else None)
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
     links: list[PacedLink] = []
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from offload_rt.errors import shortened
 from offload_rt.machine.hardware import GIB
+from offload_rt.machine.other_work import OtherWork
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -23,8 +24,6 @@ BAR_COLUMNS = 30
 REDRAWS_PER_SECOND = 4
 RATE_OVER_S = 120.0
 """Seconds whose reports say how fast a phase goes; some phases report seldom."""
-BUSY = 1.5
-"""Load average per core from which other work slows a run down."""
 FAR_FROM_PLAN = 2.0
 """Ratio of measured and predicted time, or its inverse, from which a run is far from its plan."""
 COMPARABLE_TOKENS = 8
@@ -64,6 +63,7 @@ class Console:
 
     Attributes:
         tokens: number of tokens by phase, where known; adds tokens/s to the progress of the phase.
+        other_work: that of other programs, before and since the console was created.
     """
 
     def __init__(self, quiet: bool) -> None:
@@ -75,7 +75,7 @@ class Console:
         self._noticed: set[str] = set()
         self._expected = ""  # the config of the plan that was shown
         self._held: list[str] | None = None  # lines to print after the text
-        self._load = os.getloadavg()[0]  # before this program adds to it
+        self.other_work = OtherWork()
 
     def say(self, line: str) -> None:
         """Prints a line that stays."""
@@ -215,15 +215,8 @@ class Console:
         remedy = "offload-rt doctor --refresh measures this machine again"
         if not plan.request.hardware.measured:
             remedy = "the plan has the rates of a usual desktop"
-        cause = self.busy() if ratio > 1 else None
+        cause = self.other_work.told() if ratio > 1 else None
         self.notice(f"{text}; {cause or remedy}")
-
-    def busy(self) -> str | None:
-        """Returns a note on other work on this machine before the program began; None for little."""
-        cores = len(os.sched_getaffinity(0))
-        if self._load <= BUSY * cores:
-            return None
-        return f"other work slows it down: the load average was {self._load:.1f} on {cores} cores before it"
 
 
 _drawn: set[Console] = set()

@@ -96,12 +96,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _compare(where: str, context: Context, params: SamplingParams, console: Console) -> None:
     """Decodes with speculation and plainly, and prints the comparison; on a busy machine without a ratio."""
+    console.other_work.restart()
     result = context.generate(params=params)
     plain = decoded_plainly(context, result, params)
     ms, plain_ms = ms_per_token(result), ms_per_token(plain)
     times = f"{ms:.1f} against {plain_ms:.1f} ms/token"
     verdict = tokens_verdict(result, plain, params)
-    if (busy := console.busy()) is None:
+    if (busy := console.other_work.told()) is None:
         console.say(f"{where:10} {plain_ms / ms:.2f} times as fast as plain decoding ({times}); {verdict}")
     else:
         console.say(f"{where:10} speed not comparable ({times}): {busy}; {verdict}")
