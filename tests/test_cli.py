@@ -197,7 +197,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(llm: type[FakeLLM], run: 
     for said in [
         "prompt     3 tokens, prefill 0.5 s (6 tokens/s)",
         "9 tokens, 2.0 ms/token, 500.0 tokens/s; finish: length; seed 7",
-        "2, 4.50 tokens a round; target:full accepted 75% of 8",
+        "2, 4.50 tokens per round; target:full accepted 75% of 8",
         "KV 1.00 GiB; peak on the host 1.50 GiB",
         "5 of 9 tokens were decoded plainly",
     ]:

@@ -99,7 +99,8 @@ class Chat:
         text = documents(arguments.files, arguments.encoding) if arguments.files else ""
         console.clear()
         load_configs(arguments.config, dict(arguments.overrides))
-        _choose_length(arguments, console)
+        if arguments.max_new_tokens is None:
+            arguments.max_new_tokens = DEMO_TOKENS if _on_demo(arguments) else ANSWER_TOKENS
         stop, schema = tuple(arguments.stop), arguments.json_schema
         distribution(arguments, stop=stop, seed=arguments.seed, json_schema=schema)  # refuses bad values
         from offload_rt.chat import ChatTemplate
@@ -117,6 +118,15 @@ class Chat:
     def thinking(self) -> bool | None:
         """Returns whether the model shall think; None: as its template has it."""
         return self.template.thoughts(THINKING[self.arguments.thinking], self.arguments.json_schema)
+
+    def warn_of_demo(self) -> None:
+        """Says on the demo model that it cannot answer."""
+        if _on_demo(self.arguments):
+            self.console.notice(
+                "the demo model continues old novels and cannot answer: it writes up to"
+                f" {self.arguments.max_new_tokens} tokens to show the commands; name an instruct model with"
+                " --model (offload-rt models lists those on this machine)"
+            )
 
     def encoded(self, messages: Sequence[Message], answer: bool = True) -> list[int]:
         """Returns the token IDs of messages, and tells of a wait for them; see `ChatTemplate.encode`."""
@@ -157,19 +167,10 @@ class Chat:
         return status, failure
 
 
-def _choose_length(arguments: argparse.Namespace, console: Console) -> None:
-    """Fills in the length of an answer, and says on the demo model that it cannot answer."""
+def _on_demo(arguments: argparse.Namespace) -> bool:
     from offload_rt.model.loading import DEMO
 
-    of_demo = arguments.model in (None, DEMO)
-    if arguments.max_new_tokens is None:
-        arguments.max_new_tokens = DEMO_TOKENS if of_demo else ANSWER_TOKENS
-    if of_demo:
-        console.notice(
-            "the demo model continues old novels and cannot answer: it writes up to"
-            f" {arguments.max_new_tokens} tokens to show the commands; name an instruct model with --model"
-            " (offload-rt models lists those on this machine)"
-        )
+    return arguments.model in (None, DEMO)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -178,6 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
     chat = Chat.of(arguments)
     asked = with_question(chat.messages, question)
     prompt = chat.encoded(asked)
+    chat.warn_of_demo()
     console, most = chat.console, arguments.max_new_tokens
     with machine_errors_in_a_line(), open_llm(arguments, console, (len(prompt), most)) as llm:
         params = chat.params(llm)

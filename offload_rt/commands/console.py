@@ -186,7 +186,7 @@ class Console:
             f" seed {result.seed}"
         )
         if result.rounds:
-            parts = [f"{result.rounds}, {len(result.tokens) / result.rounds:.2f} tokens a round"]
+            parts = [f"{result.rounds}, {len(result.tokens) / result.rounds:.2f} tokens per round"]
             parts += [
                 f"{level.name} accepted {level.accepted / level.proposed:.0%} of {level.proposed}"
                 for level in result.levels
