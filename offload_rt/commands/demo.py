@@ -121,8 +121,8 @@ def _recite(llm: LLM, greedy: SamplingParams, console: Console) -> int:
     wanted = len(llm.encode(begun + expected)) - len(llm.encode(begun))
     params = replace(greedy, max_tokens=wanted)
     console.say(
-        f"recites    the model has read one paragraph of Moby-Dick, and continues from {CUE!r} when it reads it"
-        " again:"
+        f"recites    the model has read one paragraph of Moby-Dick, and continues from {CUE!r} when it reads"
+        " it again:"
     )
     with llm.read(begun, wanted) as context:
         events = context.stream(params=params)
