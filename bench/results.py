@@ -16,6 +16,7 @@ from bench import COMMANDS, machine
 from bench.arguments import say
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, write_json, write_whole
+from offload_rt.installation import install_extra
 
 Row = dict[str, Any]
 """A row of a table, or a record; the values are JSON."""
@@ -194,7 +195,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise UsageError("a timeline needs matplotlib: pip install 'offload-rt[bench]'") from None
+        raise UsageError(f"a timeline needs matplotlib: {install_extra('bench')}") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

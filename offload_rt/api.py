@@ -71,7 +71,7 @@ class LLM:
         rope: `yarn:FACTOR` stretches the target's positions by YaRN; None: as its config.json says.
         size_hint: prompt tokens and new ones for which there must be room: what cannot fit is refused before
             weights are read. With a second GPU, weights are spread for this size; None: for the longest.
-        quantize: nf4 or int8: quantises the target's weights as they load (needs `offload-rt[quantized]`).
+        quantize: nf4 or int8: quantises the target's weights as they load (needs the extra `quantized`).
 
     Attributes:
         plan: placement and speed that the planner predicts for `size_hint`; None without one.

@@ -40,7 +40,7 @@ FIRST_STEPS = """\
 to begin:
   offload-rt demo                                        the embedded models, with no download and no GPU
   offload-rt doctor                                      what this machine can do
-  offload-rt models                                      which models lie on it, and how far they run
+  offload-rt models                                      which models it has, and their longest contexts
   offload-rt plan --model llama2-7b --context 127000     whether it fits, and how fast it will be
   offload-rt ask --model FOLDER --file FILE "Who is …?"  ask an instruct model about a document; or chat
   offload-rt generate --model FOLDER --prompt-file FILE  continue a text; see offload-rt generate --help

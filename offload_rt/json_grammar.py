@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.errors import UsageError, first_line, shortened
+from offload_rt.installation import install_extra
 from offload_rt.text import common_beginning
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise UsageError("json-schema needs the package llguidance: pip install 'offload-rt[json]'") from None
+        raise UsageError(f"json-schema needs the package llguidance: {install_extra('json')}") from None
     return llguidance
 
 

@@ -204,6 +204,23 @@ def test_the_embedded_model_may_be_named(capsys: pytest.CaptureFixture[str]) -> 
     assert written[0] == written[1] != "\n"
 
 
+@pytest.mark.parametrize("command", [["ask", "Who is Ahab?"], ["chat"]])
+@pytest.mark.parametrize("model", [(), ("--model", "demo")])
+def test_the_demo_says_that_it_cannot_answer_and_stops(
+    command: list[str],
+    model: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Who is Ahab?\n")))
+    assert cli.main([*command, *model, "--temperature", "0", "--ignore-eos"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "note       the demo model continues old novels and cannot answer: it writes up to 60"
+    )
+    assert re.search(r"(generated|answered)   ?60 tokens", err)
+
+
 def run_sessions(*arguments: str) -> tuple[int, str, str]:
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         code = cli.main(["sessions", *arguments])

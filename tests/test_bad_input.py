@@ -333,7 +333,7 @@ TABLE = [
     ("generate --prompt a --model F/no-heads", "num_key_value_heads = 0; a model has 1 to 4096"),
     ("generate --prompt a --model F/negative", "config.json has vocab_size = -1"),
     ("generate --prompt a --model F/activation", "config.json has hidden_act = 'nope', which is unknown"),
-    ("generate --prompt a --model F/gptq", "gptq weights need gptqmodel and optimum: pip install 'offload"),
+    ("generate --prompt a --model F/gptq", "gptq weights need gptqmodel and optimum: "),
     (
         "generate --prompt a --model F/gptq --quantize nf4",
         "are quantized already (gptq); leave --quantize out",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -10,8 +11,10 @@ import re
 import select
 import shlex
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,11 +28,12 @@ import bench.__main__
 from cpu_kv import CopyFailed, PacedLink
 from offload_rt import cli
 from offload_rt.commands import console as console_module
-from offload_rt.commands import demo, generate
+from offload_rt.commands import demo, generate, prompts
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import run_program
 from offload_rt.commands.prompts import BUILT_IN_TOKENS
 from offload_rt.errors import UsageError
+from offload_rt.machine.other_work import OtherWork
 from offload_rt.model import loading
 from offload_rt.results import SamplingParams
 
@@ -193,7 +197,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(llm: type[FakeLLM], run: 
     for said in [
         "prompt     3 tokens, prefill 0.5 s (6 tokens/s)",
         "9 tokens, 2.0 ms/token, 500.0 tokens/s; finish: length; seed 7",
-        "2, 4.50 tokens a round; target:full accepted 75% of 8",
+        "2, 4.50 tokens per round; target:full accepted 75% of 8",
         "KV 1.00 GiB; peak on the host 1.50 GiB",
         "5 of 9 tokens were decoded plainly",
     ]:
@@ -366,6 +370,7 @@ def test_a_run_far_from_its_plan_says_so(
     load: float,
     told: str | None,
 ) -> None:
+    monkeypatch.setattr("offload_rt.machine.other_work.SHORTEST_S", float("inf"))
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(console_module, "COMPARABLE_TOKENS", 4)
@@ -793,6 +798,43 @@ def test_a_progress_line_is_one_line(
     assert shown().count("\n") == 1  # where it ends
 
 
+@pytest.mark.parametrize("columns", [100, 40, 12])
+def test_lines_wrap_at_words_on_a_terminal(columns: int, terminal: Callable[[], Shown]) -> None:
+    shown = terminal()
+    size = struct.pack("HHHH", 40, columns, 0, 0)
+    fcntl.ioctl(sys.stderr.fileno(), termios.TIOCSWINSZ, size)
+    address = "https://example.org/a-long-address-that-no-line-of-these-has-room-for-but-is-copied-whole"
+    words = (
+        f"one line of many words, with numbers as 1,234 and -n N, which goes on and on; see {address} there"
+    )
+    console = Console(quiet=False)
+    console.progress("prefill", 1, 2)
+    console.notice(words)
+    written = shown()
+    *_, lines = written.partition("note")
+    told = f"note{lines}".splitlines()
+    assert " ".join(" ".join(told).split()) == f"note {words}"
+    assert all(len(line) < columns for line in told if address not in line)
+    indent = " " * 11 if columns > 22 else ""
+    assert all(re.match(rf"{indent}\S", line) for line in told[1:])
+    console.error(words)
+    assert " ".join(shown().split()) == f"error {words}"
+    run_program("bench", raising(UsageError(words)))
+    refused = shown()
+    assert " ".join(refused.split()) == f"bench: error: {words}" and refused.count("\n") > 1
+
+
+def test_lines_elsewhere_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(quiet=False).notice("word " * 100)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_chosen_config_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--prompt", "It was", "-n", "4", "--draft", "none"]) == 0
+    err = capsys.readouterr().err
+    assert re.search(r"^run .*; (\w+); expected", err) and "config auto" not in err
+
+
 def test_what_cannot_fit_is_refused_before_weights_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -807,10 +849,12 @@ def test_what_cannot_fit_is_refused_before_weights_are_read(
     assert not os.listdir(tmp_path)
 
 
-def test_the_demo_compares_in_memory_and_over_the_link(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_demo_compares_over_a_link_and_in_memory(
+    busy: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    told = "other work slows it down: the load average was 99.0 on 2 cores before it"
+    monkeypatch.setattr(OtherWork, "told", lambda other_work: told if busy else None)
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
     links: list[PacedLink] = []
 
@@ -825,17 +869,30 @@ def test_the_demo_compares_in_memory_and_over_the_link(
     book.write_text("It was a dark night. " * 60)
     assert cli.main(["demo", "--prompt-file", str(book), "--max-prompt-tokens", "300"]) == 0
     out, err = capsys.readouterr()
-    assert out.strip()
     assert "note       prompt: kept the last 300 of " in err
-    assert "note       it ends: … night." + 3 * " It was a dark night." + "\n" in err
-    assert "sampled    8 tokens after a prompt of 300; temperature 0.7, top-p 0.9, seed 1" in err
-    assert "an emulated PCIe link: KV streams at 2 GB/s" in err
-    ratio = r"\d+\.\d\d times as fast as plain decoding \(\d+\.\d against \d+\.\d ms/token\)"
-    assert re.search(rf"in memory  {ratio}; same output distribution, samples may differ\n", err)
-    assert re.search(rf"over link  {ratio}; tokens equal\n", err)
-    assert "note       other work slows it down: the load average was 99.0 on" in err
+    times = r"\(\d+\.\d against \d+\.\d ms/token\)"
+    speed = rf"\d+\.\d\d times as fast as plain decoding {times}"
+    if busy:
+        speed = rf"speed not comparable {times}: {re.escape(told)}"
+    lines = (rf"over link  {speed}; tokens equal", rf"in memory  {speed}; same output distribution, samples")
+    assert re.search(r"an emulated PCIe link of 2 GB/s.*\n" + ".*\n".join(lines), err)
     assert [link.bytes_per_second for link in links] == [demo.LINK_RATE]
     assert any(not copy.to_host for copy in links[0].recorded())
+
+    passage = prompts.built_in().partition(demo.PASSAGE)[2].partition("\n\n")[0]
+    recited = out.split()
+    assert len(recited) > 30 and " ".join(recited) in " ".join(passage.split()) and recited[-1] == "led."
+    assert f"checked    all {len(recited)} words are the book's, compared one by one\n" in err
+    assert len(re.findall(r"\n {11}rtx\S+: .* \d+ ms/token \(\d+ with plain decoding\)", err)) == 3
+    command = re.search(r" {11}offload-rt (plan .*) shows the last one in full\n$", err)
+    assert command is not None and cli.main(command[1].split()) == 0
+
+
+def test_a_recital_is_compared_word_by_word() -> None:
+    assert demo.recital_verdict(" a whale\nof", "\na whale of").startswith("all 3 words are")
+    for text in ("a whale off the bow", "a whale", "a whale and of"):
+        assert demo.recital_verdict(text, "a whale of").startswith("the first 2 of 3 words are")
+    assert demo.recital_verdict("", "a whale").startswith("the first 0 of 2 words are")
 
 
 def test_differing_tokens_are_told_at_temperature_zero() -> None:

@@ -278,5 +278,5 @@ def test_a_schema_needs_a_tokenizer_and_llguidance(
     ):
         llm.generate(PROMPT, PARAMS)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UsageError, match=r"llguidance: pip install 'offload-rt\[json\]'"):
+    with pytest.raises(UsageError, match=r"llguidance: .* install .*\[json\]'"):
         SamplingParams(json_schema={"enum": ["not seen before"]})

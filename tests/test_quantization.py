@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from offload_rt import LLM, SamplingParams, cli
 from offload_rt.errors import UsageError
+from offload_rt.installation import install_extra
 from offload_rt.machine.hardware import ProductRate
 from offload_rt.model.draft_head import save_head
 from offload_rt.model.fingerprint import weights_digest
@@ -300,7 +301,7 @@ def test_a_missing_package_is_a_line(
             patch.setitem(sys.modules, package, None)
             assert cli.main(["generate", "--prompt", "a", "--device", "cpu", *command.split()]) == 2
         error = capsys.readouterr().err
-        assert error.endswith(f" weights need {package}: pip install 'offload-rt[quantized]'\n")
+        assert error.endswith(f" weights need {package}: {install_extra('quantized')}\n")
         assert error.count("\n") == 1
 
 

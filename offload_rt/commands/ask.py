@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 ANSWER_TOKENS = 1024
 """Most tokens of an answer where nothing is said."""
+DEMO_TOKENS = 60
+"""Most tokens of an answer of the demo model by default: enough to see that it has none."""
 THINKING = {None: None, "on": True, "off": False, "hidden": True}
 
 
@@ -67,7 +69,9 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     add("--thinking", choices=["on", "off", "hidden"], help=f"{meaning} chat template has it, and shown)")
     add("--quiet", action="store_true", help="print nothing but errors on stderr")
     sessions.add_arguments(parser)
-    add_sampling(parser, ANSWER_TOKENS, "sampling (default: as the model suggests, else as is said here)")
+    title = "sampling (default: as the model suggests, else as is said here)"
+    add_sampling(parser, ANSWER_TOKENS, title, f", or {DEMO_TOKENS} for the demo")
+    parser.set_defaults(max_new_tokens=None)  # depends on the model
     add_configuration(parser)
 
 
@@ -96,6 +100,8 @@ class Chat:
         text = documents(arguments.files, arguments.encoding) if arguments.files else ""
         console.clear()
         load_configs(arguments.config, dict(arguments.overrides))
+        if arguments.max_new_tokens is None:
+            arguments.max_new_tokens = DEMO_TOKENS if _on_demo(arguments) else ANSWER_TOKENS
         stop, schema = tuple(arguments.stop), arguments.json_schema
         distribution(arguments, stop=stop, seed=arguments.seed, json_schema=schema)  # refuses bad values
         from offload_rt.chat import ChatTemplate
@@ -113,6 +119,15 @@ class Chat:
     def thinking(self) -> bool | None:
         """Returns whether the model shall think; None: as its template has it."""
         return self.template.thoughts(THINKING[self.arguments.thinking], self.arguments.json_schema)
+
+    def warn_of_demo(self) -> None:
+        """Says on the demo model that it cannot answer."""
+        if _on_demo(self.arguments):
+            self.console.notice(
+                "the demo model continues old novels and cannot answer: it writes up to"
+                f" {self.arguments.max_new_tokens} tokens to show the commands; name an instruct model with"
+                " --model (offload-rt models lists those on this machine)"
+            )
 
     def encoded(self, messages: Sequence[Message], answer: bool = True) -> list[int]:
         """Returns the token IDs of messages, and tells of a wait for them; see `ChatTemplate.encode`."""
@@ -154,12 +169,19 @@ class Chat:
         return status, failure
 
 
+def _on_demo(arguments: argparse.Namespace) -> bool:
+    from offload_rt.model.loading import DEMO
+
+    return arguments.model in (None, DEMO)
+
+
 def run(arguments: argparse.Namespace) -> int:
     question = (prompts.stdin_text() if arguments.question == "-" else arguments.question).strip()
     with_question([], question)  # refuses an empty one before documents are read
     chat = Chat.of(arguments)
     asked = with_question(chat.messages, question)
     prompt = chat.encoded(asked)
+    chat.warn_of_demo()
     console, most = chat.console, arguments.max_new_tokens
     with machine_errors_in_a_line(), open_llm(arguments, console, (len(prompt), most)) as llm:
         params = chat.params(llm)

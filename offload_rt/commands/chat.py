@@ -44,6 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     chat = Chat.of(arguments)
     prompt = chat.encoded(chat.messages, answer=False)
+    chat.warn_of_demo()
     if arguments.files:
         chat.template.shared_beginning(chat.messages, chat.thinking)  # tells where nothing is shared
     room = _room(chat, len(prompt))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from offload_rt.errors import shortened
 from offload_rt.machine.hardware import GIB
+from offload_rt.machine.other_work import OtherWork
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -22,15 +24,35 @@ BAR_COLUMNS = 30
 REDRAWS_PER_SECOND = 4
 RATE_OVER_S = 120.0
 """Seconds whose reports say how fast a phase goes; some phases report seldom."""
-BUSY = 1.5
-"""Load average per core from which other work slows a run down."""
 FAR_FROM_PLAN = 2.0
 """Ratio of measured and predicted time, or its inverse, from which a run is far from its plan."""
 COMPARABLE_TOKENS = 8
 """Fewest tokens whose time is compared with the plan."""
 
 
-def _duration(seconds: float) -> str:
+LABEL = 11
+"""Columns of the word that a line begins with."""
+
+
+def wrapped(line: str, indent: int = LABEL) -> str:
+    """Returns a line for stderr: on a terminal, wrapped at words, with later lines indented."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return line
+    if len(line) < columns or columns < 2:
+        return line
+    return textwrap.fill(
+        line,
+        columns - 1,
+        subsequent_indent=" " * indent if columns > 2 * indent else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration in a unit that suits it."""
     if seconds < 100:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min"
@@ -41,6 +63,7 @@ class Console:
 
     Attributes:
         tokens: number of tokens by phase, where known; adds tokens/s to the progress of the phase.
+        other_work: that of other programs, before and since the console was created.
     """
 
     def __init__(self, quiet: bool) -> None:
@@ -50,8 +73,9 @@ class Console:
         self._drawing: Progress | None = None
         self._phase = ""
         self._noticed: set[str] = set()
+        self._expected = ""  # the config of the plan that was shown
         self._held: list[str] | None = None  # lines to print after the text
-        self._load = os.getloadavg()[0]  # before this program adds to it
+        self.other_work = OtherWork()
 
     def say(self, line: str) -> None:
         """Prints a line that stays."""
@@ -60,14 +84,15 @@ class Console:
         elif not self._quiet:
             self.clear()
             try:
-                print(line, file=sys.stderr, flush=True)
+                print(wrapped(line), file=sys.stderr, flush=True)
             except OSError:  # nobody reads it: the work goes on
                 self._quiet = True
 
     def error(self, text: str) -> None:
         """Prints an error that does not end the program, as one line, also where the rest is quiet."""
         self.clear()
-        print(f"error      {shortened(' '.join(text.splitlines()))}", file=sys.stderr, flush=True)
+        line = f"error      {shortened(' '.join(text.splitlines()))}"
+        print(wrapped(line), file=sys.stderr, flush=True)
 
     @contextmanager
     def writing_text(self) -> Iterator[None]:
@@ -90,6 +115,8 @@ class Console:
 
     def notice(self, text: str) -> None:
         """Prints a note once, however often it is given."""
+        if self._expected and text.startswith(f"config auto: {self._expected} "):
+            return  # `expect` has said it
         if text not in self._noticed:
             self._noticed.add(text)
             self.say(f"note       {text}")
@@ -135,12 +162,13 @@ class Console:
         where = f"{len(gpus)} × {gpus[0].name}" if len(gpus) > 1 else gpus[0].name if gpus else "cpu"
         drafts = request.draft is not None and any(one.needs_draft_model for one in request.levels)
         draft = f" with {request.draft.name}" if request.draft is not None and drafts else ""
+        self._expected = request.config.name
         rates = "" if request.hardware.measured else ", at the rates of a usual desktop"
         self.say(
             f"run        {request.target.name}{draft} on {where}: {request.context:,} prompt tokens +"
             f" {request.new_tokens:,} new; {request.config.name}; expected {predicted.ms_per_token:.1f}"
             f" ms/token (plain {predicted.plain_ms_per_token:.1f}), first token in"
-            f" {_duration(predicted.prefill_ms / 1e3)}{rates}"
+            f" {duration(predicted.prefill_ms / 1e3)}{rates}"
         )
 
     def summary(self, result: GenerationResult) -> None:
@@ -158,7 +186,7 @@ class Console:
             f" seed {result.seed}"
         )
         if result.rounds:
-            parts = [f"{result.rounds}, {len(result.tokens) / result.rounds:.2f} tokens a round"]
+            parts = [f"{result.rounds}, {len(result.tokens) / result.rounds:.2f} tokens per round"]
             parts += [
                 f"{level.name} accepted {level.accepted / level.proposed:.0%} of {level.proposed}"
                 for level in result.levels
@@ -187,15 +215,8 @@ class Console:
         remedy = "offload-rt doctor --refresh measures this machine again"
         if not plan.request.hardware.measured:
             remedy = "the plan has the rates of a usual desktop"
-        cause = self.busy() if ratio > 1 else None
+        cause = self.other_work.told() if ratio > 1 else None
         self.notice(f"{text}; {cause or remedy}")
-
-    def busy(self) -> str | None:
-        """Returns a note on other work on this machine before the program began; None for little."""
-        cores = len(os.sched_getaffinity(0))
-        if self._load <= BUSY * cores:
-            return None
-        return f"other work slows it down: the load average was {self._load:.1f} on {cores} cores before it"
 
 
 _drawn: set[Console] = set()

@@ -1,13 +1,14 @@
-"""`offload-rt demo`: the embedded models against plain decoding, in memory and over an emulated PCIe link."""
+"""`offload-rt demo`: the embedded models against plain decoding, over an emulated PCIe link and in memory."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from offload_rt.commands import prompts
-from offload_rt.commands.console import Console
+from offload_rt.commands.console import Console, duration
 from offload_rt.commands.generate import (
     decoded_plainly,
     machine_errors_in_a_line,
@@ -17,17 +18,29 @@ from offload_rt.commands.generate import (
 )
 
 if TYPE_CHECKING:
+    from offload_rt.api import LLM
     from offload_rt.context import Context
-    from offload_rt.results import GenerationResult, SamplingParams
+    from offload_rt.results import SamplingParams
 
 CONFIG = "triforce"
 NEW_TOKENS = 128
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 1
-ENDING_WORDS = 16
-"""Last words of the prompt that are shown before the text that continues them."""
 LINK_RATE = 2e9
 """Bytes per second of the emulated link. Streaming the KV then takes longer than computing, as for a 7B model
 over PCIe at 25 GB/s; at 25 GB/s, the demo model's small KV would not be the bottleneck."""
+PASSAGE = "I had not been seated very long"
+"""The beginning of a paragraph of the built-in book, which the model reads."""
+CUE, RECITED = "No one", "had led."
+"""The model reads the paragraph again up to `CUE`, and repeats it up to `RECITED`."""
+CARDS = (
+    ("rtx3060", "llama3.1-8b", "nf4", "32k"),
+    ("rtx4060ti-16", "qwen2.5-7b-1m", "nf4", "128k"),
+    ("rtx4090", "llama3.1-8b", "none", "128k"),
+)
+"""GPUs that many people own, each with a model, its quantisation and a context."""
+CARDS_RAM = 32
+"""GiB of host memory beside these GPUs."""
+CARDS_NEW_TOKENS = 256
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,9 +48,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     demo = commands.add_parser(
         "demo",
         help="compare with plain decoding on the embedded models",
-        description="Continues a long prompt with the embedded models, on the CPU: sampled text with"
-        " the KV in memory, then greedy text with the KV behind an emulated PCIe link, each against plain"
-        " decoding.",
+        description="Continues a long prompt with the embedded models on the CPU, and compares with plain"
+        " decoding: greedily with the KV behind an emulated PCIe link, then sampled with the KV in memory."
+        " Afterwards the model repeats a passage of a book, and three plans for well-known GPUs follow.",
         allow_abbrev=False,
     )
     demo.set_defaults(run=run, model=None)
@@ -63,43 +76,101 @@ def run(arguments: argparse.Namespace) -> int:
     sampled = replace(greedy, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED)
 
     prompt = prompts.tokens(text, arguments, console)
-    if isinstance(text, str):
-        console.notice(f"it ends: … {' '.join(text[-200:].split()[-ENDING_WORDS:])}")
     with machine_errors_in_a_line():
-        with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report) as llm:
-            context = llm.read(prompt, NEW_TOKENS)
-            events = context.stream(params=sampled)
-            status, failure = write_text(events, sampled, console, as_tokens=isinstance(text, list))
-            if failure is not None:
-                raise failure
-            if status:
-                return status
-            console.say(
-                f"sampled    {NEW_TOKENS} tokens after a prompt of {len(prompt):,};"
-                f" temperature {TEMPERATURE}, top-p {TOP_P}, seed {SEED}"
-            )
-            assert events.result is not None
-            _compare("in memory", context, events.result, sampled, console)
-        console.say(
-            f"note       next, an emulated PCIe link: KV streams at {LINK_RATE / 1e9:g} GB/s; only that is"
-            " emulated, everything else runs at this machine's own speed"
-        )
         link = PacedLink(LINK_RATE)
+        console.say(
+            f"note       the KV is first behind an emulated PCIe link of {LINK_RATE / 1e9:g} GB/s, as that of"
+            " a large model would be on a GPU, then in memory"
+        )
         with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report, link=link) as llm:
-            context = llm.read(prompt, NEW_TOKENS)
-            _compare("over link", context, context.generate(params=greedy), greedy, console)
-        if (busy := console.busy()) is not None:
-            console.notice(f"{busy}; speculation, with its many short passes, loses more than plain decoding")
-    return 0
+            _compare("over link", llm.read(prompt, NEW_TOKENS), greedy, console)
+        with LLM.from_models(target, draft, tokenizer, CONFIG, on_progress=report) as llm:
+            with llm.read(prompt, NEW_TOKENS) as context:
+                _compare("in memory", context, sampled, console)
+            status = _recite(llm, greedy, console)
+    if not status:
+        for line in _plans():
+            console.say(line)
+    return status
 
 
-def _compare(
-    where: str, context: Context, result: GenerationResult, params: SamplingParams, console: Console
-) -> None:
-    """Decodes the prompt plainly too, and prints the comparison."""
+def _compare(where: str, context: Context, params: SamplingParams, console: Console) -> None:
+    """Decodes with speculation and plainly, and prints the comparison; on a busy machine without a ratio."""
+    console.other_work.restart()
+    result = context.generate(params=params)
     plain = decoded_plainly(context, result, params)
     ms, plain_ms = ms_per_token(result), ms_per_token(plain)
+    times = f"{ms:.1f} against {plain_ms:.1f} ms/token"
+    verdict = tokens_verdict(result, plain, params)
+    if (busy := console.other_work.told()) is None:
+        console.say(f"{where:10} {plain_ms / ms:.2f} times as fast as plain decoding ({times}); {verdict}")
+    else:
+        console.say(f"{where:10} speed not comparable ({times}): {busy}; {verdict}")
+
+
+def _recite(llm: LLM, greedy: SamplingParams, console: Console) -> int:
+    """Lets the model repeat a passage that it has just read; returns an exit code.
+
+    What it writes is compared with the book, word by word.
+    """
+    book = prompts.built_in()
+    start = book.index(PASSAGE)
+    cue = book.index(CUE, start) + len(CUE)
+    end, passage_end = book.index(RECITED, cue) + len(RECITED), book.index("\n\n", cue)
+    begun, expected = f"{book[start:passage_end]}\n\n{book[start:cue]}", book[cue:end]
+    wanted = len(llm.encode(begun + expected)) - len(llm.encode(begun))
+    params = replace(greedy, max_tokens=wanted)
     console.say(
-        f"{where:10} {plain_ms / ms:.2f} times as fast as plain decoding ({ms:.1f} against {plain_ms:.1f}"
-        f" ms/token); {tokens_verdict(result, plain, params)}"
+        f"recites    the model has read one paragraph of Moby-Dick, and continues from {CUE!r} when it reads"
+        " it again:"
     )
+    with llm.read(begun, wanted) as context:
+        events = context.stream(params=params)
+        status, failure = write_text(events, params, console)
+    if failure is not None:
+        raise failure
+    if not status:
+        assert events.result is not None
+        console.say(f"checked    {recital_verdict(events.result.text, expected)}")
+    return status
+
+
+def recital_verdict(text: str, expected: str) -> str:
+    """Returns how many words of a text are those of the book, from the first one on."""
+    words, of_book = text.split(), expected.split()
+    equal = 0
+    for word, of_the_book in zip(words, of_book, strict=False):
+        if word != of_the_book:
+            break
+        equal += 1
+    if equal == len(of_book):
+        return f"all {equal} words are the book's, compared one by one"
+    return f"the first {equal} of {len(of_book)} words are the book's, compared one by one"
+
+
+def _plans() -> Iterator[str]:
+    """Yields a line on each of `CARDS`, and the command that shows more."""
+    from offload_rt.levels.base import possible
+    from offload_rt.machine.hardware import named_hardware
+    from offload_rt.model.named_shapes import find_shape
+    from offload_rt.planning.placement import PlanRequest
+    from offload_rt.planning.planner import ranked
+    from offload_rt.toml import load_configs
+
+    yield f"plans      predicted, not measured, for GPUs in a desktop with {CARDS_RAM} GiB of memory:"
+    configs, command = possible(load_configs("auto", {}), draft_model=False), ""
+    for gpu, model, quantize, context in CARDS:
+        tokens = prompts.token_count(context)
+        shape, machine = find_shape(model, None, quantize=quantize), named_hardware(gpu, ram=CARDS_RAM)
+        sizes = tokens - CARDS_NEW_TOKENS, CARDS_NEW_TOKENS
+        best = ranked(PlanRequest(shape, None, config, *sizes, machine) for config in configs)[0]
+        predicted = best.check()
+        weights = "" if quantize == "none" else f" in {quantize}"
+        yield (
+            f"           {gpu}: {model}{weights}, {tokens:,} tokens:"
+            f" {predicted.ms_per_token:.0f} ms/token"
+            f" ({predicted.plain_ms_per_token:.0f} with plain decoding),"
+            f" first token after {duration(predicted.prefill_ms / 1e3)}"
+        )
+        command = f"--model {model} --quantize {quantize} --gpu {gpu} --ram {CARDS_RAM} --context {context}"
+    yield f"           offload-rt plan {command} shows the last one in full"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from offload_rt.commands.console import wrapped
 from offload_rt.errors import UsageError, shortened
 
 REFUSED = 2
@@ -47,7 +48,8 @@ def run_program(name: str, work: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return status_of(interrupt)
-    print(f"{name}: error: {shortened(' '.join(message.splitlines()))}", file=sys.stderr)
+    line = f"{name}: error: {shortened(' '.join(message.splitlines()))}"
+    print(wrapped(line, indent=0), file=sys.stderr)
     return REFUSED
 
 

@@ -70,7 +70,7 @@ def add_dtype(add: Add) -> None:
 def add_quantize(add: Add) -> None:
     """Adds `--quantize`."""
     meaning = "quantize the target's weights as they load; KV and computing stay in the dtype; needs"
-    meaning += f" offload-rt[quantized] (default: {SETTING}, or {NO_QUANTIZATION})"
+    meaning += f" the extra quantized (default: {SETTING}, or {NO_QUANTIZATION})"
     default = SettingDefault("quantize", NO_QUANTIZATION)
     add("--quantize", choices=QUANTIZATIONS, default=default, help=meaning)
 
@@ -91,22 +91,25 @@ def add_json(add: Add, what: str) -> None:
     add("--json", type=writable, metavar="FILE", help=f"write {what} to FILE (default: nowhere)")
 
 
-def add_sampling(parser: argparse.ArgumentParser, most: int, title: str = "sampling") -> None:
+def add_sampling(
+    parser: argparse.ArgumentParser, most: int, title: str = "sampling", exception: str = ""
+) -> None:
     """Adds the flags of a generation: its length, its end and its distribution.
 
     Args:
-        most: tokens to generate where nothing is said.
+        most: tokens to generate by default.
+        exception: added to the help on that default.
     """
     sampling = parser.add_argument_group(title)
     add = sampling.add_argument
-    meaning = f"generate at most N tokens (default: {most})"
+    meaning = f"generate at most N tokens (default: {most}{exception})"
     add("-n", "--max-new-tokens", type=prompts.token_count, default=most, metavar="N", help=meaning)
     add_distribution(sampling)
     add("--seed", type=int, metavar="S", help="seed of sampling (default: random, shown in the summary)")
     stop = "end the text where STRING begins; may be repeated (default: none)"
     add("--stop", action="append", default=[], metavar="STRING", help=stop)
     schema = (
-        "write JSON that fits this JSON schema, without thoughts; needs offload-rt[json] (default: any text)"
+        "write JSON that fits this JSON schema, without thoughts; needs the extra json (default: any text)"
     )
     add("--json-schema", type=_schema, metavar="FILE|JSON", help=schema)
     add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")

@@ -14,6 +14,7 @@ from offload_rt.commands import sessions as saved
 from offload_rt.commands.console import Console
 from offload_rt.commands.generate import machine_errors_in_a_line, open_llm
 from offload_rt.errors import UsageError
+from offload_rt.installation import install_extra
 from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"serve needs {error.name}: pip install 'offload-rt[server]'") from None
+        raise UsageError(f"serve needs {error.name}: {install_extra('server')}") from None
     load_configs(arguments.config, dict(arguments.overrides))
     console = Console(quiet=False)
     with closing(_listening(arguments.host, arguments.port)) as listening:  # before the model is loaded

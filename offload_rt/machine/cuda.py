@@ -7,6 +7,7 @@ import os
 import torch
 
 from offload_rt.errors import first_line
+from offload_rt.installation import pip_install
 from offload_rt.machine.inventory import driver_gpus, read_versions
 
 MINIMUM_DRIVERS = {12: 525, 13: 580}
@@ -29,7 +30,7 @@ def no_cuda_device() -> str | None:
     installed = f"NVIDIA driver {driver} is installed{listed}" if driver else "no NVIDIA driver was found"
     number = int(driver.partition(".")[0]) if driver else MINIMUM_DRIVERS[13]
     newest = 13 if number >= MINIMUM_DRIVERS[13] else 12
-    install = f"pip install --force-reinstall --index-url {INDEXES[newest]} torch"
+    install = f"{pip_install()} --force-reinstall --index-url {INDEXES[newest]} torch"
     found = f'torch {torch.__version__} finds no CUDA device ("{reason}"); torch.version.cuda is {cuda}'
     if cuda is None or "+cpu" in torch.__version__:
         # pip prefers 2.13.0+cpu to 2.13.0, and 2.13.0+cu130 to both.

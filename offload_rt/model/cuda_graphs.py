@@ -35,6 +35,7 @@ from offload_rt.caches.bounded import (
 )
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.host import to_device
+from offload_rt.installation import pip_install
 from offload_rt.model.architecture import Rotary
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
@@ -179,8 +180,9 @@ class GraphedModel(CausalModel):
     ) -> None:
         self._capture = capture  # None, too, after one has failed
         super().__init__(model, name)
-        if self.device.type == "cuda" and (missing := ", ".join(sorted(self.missing_kernels))):
-            on_notice(f"{name}: its recurrent layers are slow without their kernels: pip install {missing}")
+        if self.device.type == "cuda" and (missing := " ".join(sorted(self.missing_kernels))):
+            remedy = f"{pip_install()} {missing}"
+            on_notice(f"{name}: its recurrent layers are slow without their kernels: {remedy}")
         if capture is None and self.device.type == "cuda" and not self.remote_mlps:
             self._capture = CudaCapture(self.device)
         self.pass_running: Callable[[], bool] = lambda: False

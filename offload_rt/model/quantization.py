@@ -22,6 +22,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.import_utils import is_kernels_available, is_triton_available
 
 from offload_rt.errors import UsageError
+from offload_rt.installation import install_extra
 from offload_rt.settings import NO_QUANTIZATION
 
 NF4, INT8, MXFP4 = "nf4", "int8", "mxfp4"
@@ -108,8 +109,8 @@ class Quantization:
         found = cls.find(config, name, quantize)
         if found is not None and (missing := found.missing_packages):
             raise UsageError(
-                f"model {name}: {found.name} weights need {' and '.join(missing)}: pip install"
-                f" 'offload-rt[{_PACKAGES[found.method][1]}]'"
+                f"model {name}: {found.name} weights need {' and '.join(missing)}:"
+                f" {install_extra(_PACKAGES[found.method][1])}"
             )
         return found
 
