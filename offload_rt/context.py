@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from offload_rt.chat import ChatTemplate, Message, Messages, checked_messages, is_messages, with_question
+from offload_rt.chat import ChatTemplate, Messages, checked_messages, is_messages, with_question
+from offload_rt.chat_forms import Message
 from offload_rt.config import Config
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.prefix import KVPrefix

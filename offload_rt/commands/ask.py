@@ -27,7 +27,8 @@ from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
-    from offload_rt.chat import ChatTemplate, Message
+    from offload_rt.chat import ChatTemplate
+    from offload_rt.chat_forms import Message
     from offload_rt.context import TokenStream
     from offload_rt.results import SamplingParams
 

@@ -14,7 +14,7 @@ from offload_rt.documents import decode
 from offload_rt.errors import UsageError
 
 if TYPE_CHECKING:
-    from offload_rt.chat import Message
+    from offload_rt.chat_forms import Message
     from offload_rt.commands.console import Console
     from offload_rt.context import Context
     from offload_rt.results import GenerationResult, SamplingParams

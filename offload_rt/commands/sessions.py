@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from offload_rt.api import LLM
-    from offload_rt.chat import Message
+    from offload_rt.chat_forms import Message
     from offload_rt.context import Context
     from offload_rt.sessions import SessionFolder
 
