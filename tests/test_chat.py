@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from small_engine import SIZES
 from tiny_models import byte_tokenizer, tiny_target
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from offload_rt import LLM, SamplingParams, UsageError
+from offload_rt import LLM, SamplingParams, UsageError, clock
 from offload_rt.chat import ChatTemplate, ThoughtSplitter, checked_messages, thoughts, with_question
 from offload_rt.model.loading import demo_model
 
@@ -121,6 +123,26 @@ def test_a_template_without_system_messages(source: str) -> None:
     ]
     with pytest.raises(UsageError, match="System role not supported|leaves the system message out"):
         template.encode([system("Be brief.")])
+
+
+DATED = """
+{%- if not date is defined %}{% set date = strftime_now("%d %b %Y") %}{% endif %}
+{%- macro today() %}{{ date }} {{ strftime_now('%-d/%m') if strftime_now is defined }}{% endmacro %}
+{{- today() }}
+{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
+
+
+def test_a_template_writes_the_date_that_it_has() -> None:
+    template = ChatTemplate(tokenizer(DATED), "m")
+    dated = template.dated(datetime(2024, 7, 4, 12))
+    assert dated.render([user("hi")]) == "04 Jul 2024 4/07\n<user>hi"
+    now = dated.dated(clock.date())
+    assert now.render([user("hi")]) == template.render([user("hi")]) != dated.render([user("hi")])
+    for source in ("\n\n{{ messages[0].content }}\n", LLAMA):
+        for date in (None, datetime(2024, 7, 4)):
+            made = tokenizer(source + "{# strftime_now #}", bos_token="<s>")
+            expected = made.apply_chat_template([user("hi")], tokenize=False, add_generation_prompt=True)
+            assert ChatTemplate(made, "m", date=date).render([user("hi")]) == expected
 
 
 def test_of_several_templates_the_default_one() -> None:
@@ -539,6 +561,24 @@ def test_a_question_that_fails_leaves_the_messages(
             assert context.messages is before and after != before
         expected = [*before, user("Why?")]
         assert context.ask("Why?", PARAMS).tokens == llm.chat(expected, PARAMS).tokens
+
+
+def test_a_context_keeps_its_date(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So that what it read stays valid on another day, also when it was saved or forked."""
+    llm, first, next_day = make(DATED), datetime(2024, 7, 4, 23, 59), datetime(2024, 7, 5)
+    monkeypatch.setattr(clock, "date", lambda: first)
+    with llm.read([user(BOOK)]) as context:
+        context.save(tmp_path / "book.safetensors")
+        monkeypatch.setattr(clock, "date", lambda: next_day)
+        prompt = llm.chat_template.dated(first).encode([user(f"{BOOK}\n\nWho?")])
+        with context.fork() as fork, llm.load(tmp_path / "book.safetensors") as loaded:
+            for one in (context, fork, loaded):
+                assert one.ask("Who?", PARAMS).start > len(BOOK) and one.tokens[: len(prompt)] == prompt
+        assert context.update([user(BOOK)]) > len(BOOK)
+    with llm.read([user(BOOK)]) as context:
+        assert context.date == next_day and context.tokens != prompt[: len(context)]
 
 
 def test_messages_are_prompts(make: Callable[..., LLM]) -> None:

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     room = _room(chat, len(prompt))
     with machine_errors_in_a_line(), open_llm(arguments, chat.console, (len(prompt), room)) as llm:
         context = chat.kept.open(llm, prompt, room)
-        context.messages = chat.messages
+        chat.describe(context, chat.messages)
         chat.console.tokens.pop("prefill")  # what a question reads is short
         status = Conversation(chat, context, chat.params(llm)).run()
         chat.kept.save(context)
