@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import datetime
@@ -16,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from offload_rt import LLM, SamplingParams, UsageError, clock
 from offload_rt.chat import ChatTemplate, ThoughtSplitter, checked_messages, thoughts, with_question
-from offload_rt.model.loading import demo_model
+from offload_rt.model.loading import demo_model, load_tokenizer
 
 LLAMA = """{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|end|>
 
@@ -39,6 +40,11 @@ GEMMA = """{%- for m in messages %}
 R1 = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: <think>\n"
 SILENT = "{% for m in messages if m.role != 'system' %}[{{ m.content }}]{% endfor %}"
 QUESTION_FIRST = "{{ messages[-1].content[-6:] }}\n{% for m in messages %}{{ m.content }}\n{% endfor %}"
+PARTS = "{% for m in messages %}<{{ m.role }}>{{ m['content'][0]['text'] }}{% endfor %}"
+PART_LOOP = (
+    "{% for m in messages %}<{{ m.role }}>{% for c in m.content if c.type == 'text' %}{{ c.text | trim }}"
+    "{% endfor %}{% endfor %}"
+)
 BOOK = "Call me Ishmael. " * 20
 
 
@@ -176,6 +182,33 @@ def test_a_template_that_fails_is_a_line(source: str, message: str) -> None:
     assert message in str(told.value) and "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+def test_the_template_of_a_processor(name: str, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    tiny_target("llama-gqa", vocabulary=257).config.save_pretrained(tmp_path)
+    listed = [{"name": "default", "template": PART_LOOP}, {"name": "rag", "template": QWEN}]
+    for template, rendered in (
+        (None, None),
+        (PARTS, "<user>hi"),
+        (listed, "<user>hi"),
+        (QWEN, "<|im_start|>user"),
+    ):
+        (tmp_path / name).write_text(json.dumps({"chat_template": template}))
+        made = load_tokenizer(tmp_path)
+        assert made is not None and bool(made.chat_template) == bool(template)
+        if rendered:
+            assert ChatTemplate(made, "m").render([user("hi")]).startswith(rendered)
+    made.chat_template = LLAMA
+    made.save_pretrained(tmp_path)  # the tokenizer's own comes first
+    own = load_tokenizer(tmp_path)
+    assert own is not None and own.chat_template == LLAMA
+    (tmp_path / "chat_template.jinja").unlink()
+    for broken in ("{", "[]", json.dumps({"chat_template": [1]})):
+        (tmp_path / name).write_text(broken)
+        with pytest.raises(UsageError, match=f"its {name} cannot be read; download it again"):
+            load_tokenizer(tmp_path)
+
+
 def test_without_a_template_generate_is_named() -> None:
     for made, lacking in ((None, "tokenizer"), (byte_tokenizer(), "chat template")):
         with pytest.raises(
@@ -282,11 +315,6 @@ def test_thoughts_that_the_template_opened() -> None:
     assert thoughts("well\n</think>\n\nyes") == ("well", "yes")
 
 
-PARTS = "{% for m in messages %}<{{ m.role }}>{{ m['content'][0]['text'] }}{% endfor %}"
-PART_LOOP = (
-    "{% for m in messages %}<{{ m.role }}>{% for c in m.content if c.type == 'text' %}{{ c.text | trim }}"
-    "{% endfor %}{% endfor %}"
-)
 LAST_TURN = "[{{ messages[-1].content }}]"
 
 
