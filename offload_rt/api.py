@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, overload
@@ -13,6 +14,7 @@ from typing import Any, cast, overload
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import Link
+from offload_rt import clock
 from offload_rt.batch import generate_batch
 from offload_rt.chat import ChatTemplate, Messages, checked_messages, is_messages
 from offload_rt.config import AUTO, Config
@@ -206,11 +208,13 @@ class LLM:
         Raises:
             UsageError: there is no room for it, beside the contexts that are open.
         """
-        tokens, room = self.prompt_ids(prompt), integer("room", room)
+        room, date = integer("room", room), clock.date()
+        tokens = self.prompt_ids(prompt, date=date)
         with self.engine.lock:
             self._close_dropped()
             context = Context.open(self, tokens, room)
         context.messages = checked_messages(prompt) if is_messages(prompt) else None
+        context.date = date
         return context
 
     def load(self, path: str | Path, room: int = ROOM) -> Context:
@@ -331,11 +335,12 @@ class LLM:
 
     # The interface that a context uses (`context.Host`).
 
-    def prompt_ids(self, prompt: Prompt, *, behind: bool = False) -> list[int]:
+    def prompt_ids(self, prompt: Prompt, *, behind: bool = False, date: datetime | None = None) -> list[int]:
         """Returns the token IDs of a prompt, checked.
 
         Args:
             behind: the prompt is appended to others, so that no beginning-of-text token goes before it.
+            date: the one that a chat template writes; None: now.
         """
         target = self.engine.target
         if is_messages(prompt):
@@ -343,7 +348,7 @@ class LLM:
                 raise UsageError(
                     "chat messages cannot be appended: give all of them to Context.update, or ask"
                 )
-            tokens = self.chat_template.encode(prompt)
+            tokens = self.chat_template.dated(date).encode(prompt)
         else:
             tokens = self.encode(prompt, special=not behind) if isinstance(prompt, str) else token_ids(prompt)
         if not tokens or (isinstance(prompt, str) and not prompt):

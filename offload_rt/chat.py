@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from offload_rt.chat_forms import Message, Rendering, forms, holds, marked_contents, with_date
+from offload_rt.control_tokens import GUARD, ControlTokens
 from offload_rt.errors import UsageError, first_line
-from offload_rt.text import common_beginning, encode
+from offload_rt.text import common_beginning
 from offload_rt.thoughts import ThoughtMarks, ThoughtSplitter
 
 if TYPE_CHECKING:
@@ -16,7 +20,8 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant")
 TAKEN = ("role", "content", "reasoning_content")
 """Keys of a message that may have a value."""
-Message = dict[str, str]
+SPECIAL_TEMPLATES = ("tool_use", "rag")
+"""Names that templates for chats with tools or documents usually have."""
 Messages = Sequence[Mapping[str, Any]]
 """Chat messages as a user gives them; see `checked_messages`."""
 
@@ -93,9 +98,12 @@ def with_question(messages: Sequence[Message], question: str | None) -> list[Mes
 class ChatTemplate:
     """The chat template of a tokenizer: turns messages into token IDs.
 
+    Control tokens act only where the template writes them; the contents of messages are plain text.
+
     Args:
         model_name: names the model in messages to the user.
         on_notice: called with a line for the user, once for each cause.
+        date: the date and time that the template may write; None: those of each rendering.
 
     Raises:
         UsageError: there is no tokenizer, or it has no chat template.
@@ -106,6 +114,7 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase | None,
         model_name: str,
         on_notice: Callable[[str], None] = lambda text: None,
+        date: datetime | None = None,
     ) -> None:
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             lacking = "tokenizer" if tokenizer is None else "chat template"
@@ -113,11 +122,31 @@ class ChatTemplate:
                 f"model {model_name} has no {lacking} and so cannot chat: take an instruct model, or let this"
                 " one continue a text with offload-rt generate (llm.generate)"
             )
+        self.date = date
         self._tokenizer = tokenizer
         self._name = model_name
         self._on_notice = on_notice
         self._noticed: set[str] = set()
         self._marks = ThoughtMarks(tokenizer)
+        self._source = self._chosen(tokenizer.chat_template)
+        form = self._marks.format
+        self._control = ControlTokens(tokenizer, self._source, (form.opened, form.closed))
+
+    def _chosen(self, templates: str | dict[str, str]) -> str:
+        """Returns the source of the default template, or of the first one for chats without tools."""
+        if isinstance(templates, str):
+            return templates
+        if "default" in templates:
+            return templates["default"]
+        name = next((one for one in templates if one not in SPECIAL_TEMPLATES), next(iter(templates)))
+        self._notice(f"is one of {', '.join(templates)}, none of them the default: {name} is used")
+        return templates[name]
+
+    def dated(self, date: datetime | None) -> ChatTemplate:
+        """Returns this template with another date, to render a chat as it was rendered then."""
+        dated = copy.copy(self)  # they share what was told to the user
+        dated.date = date
+        return dated
 
     def encode(self, messages: Messages, *, answer: bool = True, thinking: bool | None = None) -> list[int]:
         """Returns the token IDs of messages, with the one beginning-of-text token that the template writes.
@@ -127,45 +156,76 @@ class ChatTemplate:
             thinking: whether the model shall think before it answers; None: as the template has it.
 
         Raises:
-            UsageError: the messages are not valid, or the template fails.
+            UsageError: the messages are not valid, the template fails, or it leaves out what was said last.
         """
-        return self._tokens(self.render(messages, answer=answer, thinking=thinking))
+        return self._control.encode(self._guarded(messages, answer, thinking))
 
     def render(self, messages: Messages, *, answer: bool = True, thinking: bool | None = None) -> str:
         """Returns the text whose tokens `encode` returns."""
+        return self._guarded(messages, answer, thinking).replace(GUARD, "")
+
+    def _guarded(self, messages: Messages, answer: bool, thinking: bool | None) -> str:
+        """Returns rendered messages in which `ControlTokens.guard` has broken the control tokens of contents.
+
+        Of several forms of the messages, the first is taken of which the template leaves out least.
+        """
         checked = checked_messages(messages)
         if thinking is not None and not self._has_switch:
             self._notice("has no switch for thoughts: the model thinks as it is used to")
-        system = [one["content"] for one in checked if one["role"] == "system"]
-        try:
-            rendered = self._apply(checked, answer, thinking)
-            if all(content.strip() in rendered for content in system):
-                return rendered
-            failure = "it leaves the system message out"
-        except Exception as error:  # whatever the template does
-            failure = first_line(error)
-        if system and (folded := _folded(checked)):
+        failures, best = list[str](), None
+        guarded = [
+            {**one, "content": self._control.guard(one["content"], answer=one["role"] == "assistant")}
+            for one in checked
+        ]
+        for form, notice in forms(guarded):
             try:
-                rendered = self._apply(folded, answer, thinking)
-            except Exception:
-                pass  # the system message is not what it fails at
-            else:
-                self._notice("takes no system message: its text stands before the first user message")
-                return rendered
-        raise UsageError(f"the chat template of {self._name} fails: {failure}")
+                marked, marks = marked_contents(form)
+                shown = self._apply(marked, answer, thinking)
+                rendered = self._apply(form, answer, thinking)
+            except Exception as error:  # whatever the template does
+                failures.append(first_line(error))
+                continue
+            missing = [number for number, mark in marks.items() if not holds(shown, mark)]
+            if best is None or len(missing) < len(best.missing):
+                best = Rendering(rendered, form, missing, notice)
+            if not missing:
+                break
+        if best is None:
+            raise UsageError(f"the chat template of {self._name} fails: {failures[0]}")
+        if best.missing:
+            self._check_left_out(best)
+        if best.notice:
+            self._notice(best.notice)
+        return best.text
 
-    def _apply(self, messages: list[Message], answer: bool, thinking: bool | None) -> str:
+    def _check_left_out(self, rendering: Rendering) -> None:
+        """Reports earlier messages that are left out. Raises UsageError where the last turn is."""
+        roles = [one["role"] for one in rendering.messages]
+        asked = [number for number, role in enumerate(roles) if role == "user"]
+        system = all(roles[number] == "system" for number in rendering.missing)
+        if system or not asked or rendering.missing[-1] >= asked[-1]:
+            number = rendering.missing[-1]
+            what = "the system message" if roles[number] == "system" else f"message {number + 1}"
+            raise UsageError(
+                f"the chat template of {self._name} fails: it leaves {what} out; use another model, or"
+                " generate (llm.generate) with a prompt that you have formatted"
+            )
+        self._notice("leaves out earlier messages: the model sees only the last turn")
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]], answer: bool, thinking: bool | None) -> str:
         switch: dict[str, Any] = (
             {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         )
+        source = self._source if self.date is None else with_date(self._source, self.date)
         rendered = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=answer, **switch
+            [dict(one) for one in messages],
+            chat_template=source,
+            tokenize=False,
+            add_generation_prompt=answer,
+            **switch,
         )
         assert isinstance(rendered, str)
         return rendered
-
-    def _tokens(self, rendered: str) -> list[int]:
-        return encode(self._tokenizer, rendered, special=False)
 
     def shared_beginning(self, messages: Messages, thinking: bool | None = None) -> int:
         """Returns the number of tokens with which all chats begin that ask about these messages.
@@ -176,12 +236,13 @@ class ChatTemplate:
         checked = checked_messages(messages)
         asked = [with_question(checked, question) for question in ("Who?", "1 or 2?")]
         asked.append(with_question([*asked[0], {"role": "assistant", "content": "Ahab."}], "What?"))
-        rendered = [self.render(one, thinking=thinking) for one in asked]
+        guarded = [self._guarded(one, True, thinking) for one in asked]
+        rendered = [one.replace(GUARD, "") for one in guarded]
         shared = _shared(rendered)
         document = max((one["content"].strip() for one in checked), key=len)
         if shared < max(rendered[0].find(document), 0) + len(document):
             self._notice("puts what depends on the question before the document: each question reads it anew")
-        return _shared([self._tokens(one) for one in rendered])
+        return _shared([self._control.encode(one) for one in guarded])
 
     def thoughts(self, thinking: bool | None, json_schema: object) -> bool | None:
         """Returns whether the model shall think, as `encode` takes it.
@@ -203,7 +264,7 @@ class ChatTemplate:
     @property
     def _has_switch(self) -> bool:
         """Returns whether the template asks whether the model shall think."""
-        return "thinking" in str(self._tokenizer.chat_template)
+        return "thinking" in self._source
 
     def splitter(self, prompt: Sequence[int]) -> ThoughtSplitter:
         """Returns the splitter of an answer to a prompt into its thoughts and the answer proper."""
@@ -219,14 +280,3 @@ def _shared(chats: Sequence[Sequence[object]]) -> int:
     """Returns the number of tokens or characters with which all begin."""
     first, *others = chats
     return min(common_beginning(first, other) for other in others)
-
-
-def _folded(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages with the system's text in front of the first user message; [] where there is none."""
-    system = [one["content"] for one in messages if one["role"] == "system"]
-    others = [one for one in messages if one["role"] != "system"]
-    first = next((at for at, one in enumerate(others) if one["role"] == "user"), None)
-    if first is None:
-        return []
-    content = "\n\n".join(filter(None, [*system, others[first]["content"]]))
-    return [*others[:first], {"role": "user", "content": content}, *others[first + 1 :]]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from offload_rt.chat import ChatTemplate, Message, Messages, checked_messages, is_messages, with_question
+from offload_rt import clock
+from offload_rt.chat import ChatTemplate, Messages, checked_messages, is_messages, with_question
+from offload_rt.chat_forms import Message
 from offload_rt.config import Config
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.prefix import KVPrefix
@@ -38,7 +41,9 @@ class Host(Protocol):
     @property
     def chat_template(self) -> ChatTemplate: ...
 
-    def prompt_ids(self, prompt: Prompt, *, behind: bool = False) -> list[int]: ...
+    def prompt_ids(
+        self, prompt: Prompt, *, behind: bool = False, date: datetime | None = None
+    ) -> list[int]: ...
 
     def checked_params(self, params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams: ...
 
@@ -66,6 +71,8 @@ class Context:
         messages: the chat messages that it was read from, and those of the chat since then; None: it was
             read from a text or token IDs. `ask` goes by them: setting them to earlier ones takes questions
             and answers back.
+        date: the date and time at which its messages were first rendered. A template that writes the date
+            goes on writing this one, so that what was read stays valid, also on another day.
     """
 
     def __init__(self, host: Host, sequence: TokenSequence) -> None:
@@ -74,6 +81,7 @@ class Context:
         self._sequence = sequence
         self._stream: TokenStream | None = None
         self.messages: list[Message] | None = None
+        self.date = clock.date()
         self.closed = False
 
     @classmethod
@@ -109,6 +117,7 @@ class Context:
             with saved.load(engine, target, there, engine.on_progress) as prefix:
                 context = cls.open(host, wanted, room, prefix)
         context.messages = saved.messages if tokens is None else None
+        context.date = saved.date or context.date
         return context, there
 
     def __len__(self) -> int:
@@ -152,7 +161,7 @@ class Context:
         Raises:
             UsageError: the prompt does not fit, or the context is closed.
         """
-        wanted = self.host.prompt_ids(prompt)
+        wanted = self.host.prompt_ids(prompt, date=self.date)
         with self._engine.lock:
             self._turn_to_use()
             kept = self._update(wanted, 0)
@@ -279,8 +288,9 @@ class Context:
             remedy = 'read messages, llm.read([{"role": "user", "content": text}])'
             raise UsageError(f"this context was read from a text and cannot be asked: {remedy}")
         asked = with_question(self.messages, question)
-        thinking = self.host.chat_template.thoughts(thinking, params.json_schema)
-        wanted = self.host.prompt_ids(self.host.chat_template.encode(asked, thinking=thinking))
+        template = self.host.chat_template.dated(self.date)
+        thinking = template.thoughts(thinking, params.json_schema)
+        wanted = self.host.prompt_ids(template.encode(asked, thinking=thinking))
         with self._engine.lock:
             self._turn_to_use()
             kept = self._update(wanted, params.max_tokens)
@@ -304,7 +314,7 @@ class Context:
         room = integer("room", room)
         with self._engine.lock, self.snapshot() as prefix:
             fork = Context.open(self.host, prefix.tokens, room, prefix)
-            fork.messages = copy.deepcopy(self.messages)
+            fork.messages, fork.date = copy.deepcopy(self.messages), self.date
             return fork
 
     def save(self, path: str | Path) -> None:
@@ -317,7 +327,8 @@ class Context:
         """
         with self.snapshot() as prefix:  # other threads may use the engine while it is written
             fingerprint = self.host.fingerprint(prefix.target)
-            save_prefix(Path(path), prefix, fingerprint, self.messages, self._engine.on_progress)
+            progress = self._engine.on_progress
+            save_prefix(Path(path), prefix, fingerprint, self.messages, progress, date=self.date)
 
     def snapshot(self) -> KVPrefix:
         """Returns the tokens with their KV, which the context shares and goes on from; to be closed.

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,15 @@ def save_prefix(
     fingerprint: Fingerprint,
     messages: Messages = None,
     on_progress: Progress = None,
+    *,
+    date: datetime | None = None,
 ) -> None:
     """Saves a prefix as a whole or not at all. Other threads may use the engine meanwhile.
 
     Args:
         messages: the chat messages that its tokens stand for.
         on_progress: called with "save", and bytes done and all.
+        date: when the messages were rendered; see `Context.date`.
 
     Raises:
         UsageError: the file cannot be written, there is no room on the disk, or the LLM is closed meanwhile.
@@ -92,6 +96,7 @@ def save_prefix(
         "reads": json.dumps([point.length for point in prefix.points]),
         "local": json.dumps([_described(point) for point in prefix.points]),
         "messages": json.dumps(messages),
+        "date": "" if date is None else date.isoformat(),
     }
     piece = max(1, PIECE_BYTES // layout.page_bytes) * layout.page_bytes
     try:
@@ -169,6 +174,7 @@ class SavedContext:
     Attributes:
         tokens: token IDs.
         messages: the chat messages that they stand for; None: there are none.
+        date: when the messages were rendered; None: the file does not say it.
         model: name of the model that read them.
         fingerprint: of that model.
 
@@ -202,6 +208,7 @@ class SavedContext:
         self.model = about["model"]
         self.fingerprint = Fingerprint.from_json(about["fingerprint"])
         self.messages: Messages = json.loads(about["messages"])
+        self.date = datetime.fromisoformat(about["date"]) if about.get("date") else None
         self._reads = [int(at) for at in json.loads(about["reads"])]
         self._described: list[Any] = json.loads(about.get("local", "null")) or [None] * len(self._reads)
         self.tokens: list[int] = self._file.tensor("tokens").tolist()

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from offload_rt.context import ROOM, Context, Host
@@ -87,7 +88,7 @@ class SessionFolder:
     def save(self, context: Context, name: str) -> None:
         """Saves a context as a session, in the place of one of that name; for errors see `Context.save`."""
         with context.snapshot() as prefix:
-            self._write(context.host, prefix, context.messages, self.path(name))
+            self._write(context.host, prefix, self.path(name), context.messages, context.date)
 
     def create(self) -> None:
         """Creates the folder, where there is none. Raises UsageError where that fails."""
@@ -98,10 +99,18 @@ class SessionFolder:
                 f"session folder {self.folder}: cannot be created ({error.strerror}); name another one"
             ) from None
 
-    def _write(self, llm: Host, prefix: KVPrefix, messages: Messages, path: Path) -> None:
+    def _write(
+        self,
+        llm: Host,
+        prefix: KVPrefix,
+        path: Path,
+        messages: Messages = None,
+        date: datetime | None = None,
+    ) -> None:
         self.create()
         remove_partials(self.folder)
-        save_prefix(path, prefix, llm.fingerprint(prefix.target), messages, llm.engine.on_progress)
+        ours, progress = llm.fingerprint(prefix.target), llm.engine.on_progress
+        save_prefix(path, prefix, ours, messages, progress, date=date)
 
     def load(self, llm: Host, name: str, room: int = ROOM) -> Context:
         """Loads a session as it was saved; for errors see `LLM.load`."""
@@ -201,7 +210,7 @@ class SessionFolder:
             return None
         digest = hashlib.sha256(repr((tokens, ours)).encode()).hexdigest()[:16]
         path = self.folder / f"{PREFIX}{digest}{SUFFIX}"
-        self._write(llm, prefix, None, path)
+        self._write(llm, prefix, path)
         for entry in self.entries():
             if entry.cached and (entry.path, entry.tokens) in beginnings:
                 _discard(entry.path)
@@ -257,10 +266,13 @@ class SessionFolder:
         try:
             path.unlink()
         except OSError as error:
-            known = ", ".join(entry.name for entry in self.entries() if not entry.cached) or "none"
             raise UsageError(
-                f"session {name}: cannot be removed ({error.strerror}); there are: {known}"
+                f"session {name}: cannot be removed ({error.strerror}); {self.known()}"
             ) from None
+
+    def known(self) -> str:
+        """Returns the end of a sentence that names the sessions of the folder."""
+        return f"there are: {', '.join(one.name for one in self.entries() if not one.cached) or 'none'}"
 
     def clear(self) -> int:
         """Removes all cached prefixes; returns the number of those that were there and could be removed."""

@@ -18,37 +18,52 @@ def encode(
 ) -> list[int]:
     """Returns the token IDs of a prompt.
 
-    A text that begins with the beginning-of-text token, as chat templates write it, gets no second one.
+    A text that begins with the beginning-of-text tokens, as chat templates write them, gets them only once.
 
     Args:
-        last: number of tokens to keep, the last ones; a beginning-of-text token is kept in front of them.
+        last: number of tokens to keep, the last ones; beginning-of-text tokens are kept in front of them.
         special: add the special tokens that the tokenizer puts around a text.
 
     Raises:
         UsageError: the text is not valid Unicode.
     """
+    check_unicode(text)
+    without = {} if special else {"add_special_tokens": False}
+    # Not verbose: no warning about long prompts.
+    tokens: list[int] = tokenizer(text, verbose=False, **without)["input_ids"]
+    if special:
+        beginning = _added_beginning(tokenizer)
+        if tokens[: 2 * len(beginning)] == 2 * beginning:
+            tokens = tokens[len(beginning) :]
+    return tokens if last is None else keep_last(tokens, last, tokenizer)
+
+
+def check_unicode(text: str) -> None:
+    """Raises UsageError for a text that is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         wrong = f"character {error.start} is half of a surrogate pair; decode the text anew"
         raise UsageError(f"prompt {reprlib.repr(text)}: {wrong}") from None
-    without = {} if special else {"add_special_tokens": False}
-    # Not verbose: no warning about long prompts.
-    tokens: list[int] = tokenizer(text, verbose=False, **without)["input_ids"]
-    beginning = tokenizer.bos_token_id
-    if special and beginning is not None and tokens[:2] == [beginning, beginning]:
-        (added, *_) = tokenizer("", verbose=False)["input_ids"] or [None]
-        tokens = tokens[added == beginning :]
-    return tokens if last is None else keep_last(tokens, last, beginning)
 
 
-def keep_last(tokens: list[int], last: int, beginning: int | None) -> list[int]:
-    """Returns the last tokens of a prompt, `last` of them, with its beginning-of-text token in front."""
+def _added_beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the tokens that the tokenizer puts before a text: none, `<s>`, or several (`[gMASK]<sop>`)."""
+    around: list[int] = tokenizer("a", verbose=False)["input_ids"]
+    alone: list[int] = tokenizer("a", verbose=False, add_special_tokens=False)["input_ids"]
+    sizes = range(len(around) - len(alone) + 1)
+    return around[: next((size for size in sizes if around[size : size + len(alone)] == alone), 0)]
+
+
+def keep_last(tokens: list[int], last: int, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Returns the last tokens of a prompt, `last` of them, with its beginning-of-text tokens in front."""
     if len(tokens) <= last:
         return tokens
-    if last > 1 and tokens[0] == beginning:
-        return [tokens[0], *tokens[len(tokens) - last + 1 :]]
-    return tokens[len(tokens) - last :]
+    beginning = [] if tokenizer is None else _added_beginning(tokenizer)
+    if not beginning and tokenizer is not None and tokenizer.bos_token_id is not None:
+        beginning = [tokenizer.bos_token_id]
+    kept = len(beginning) if len(beginning) < last and tokens[: len(beginning)] == beginning else 0
+    return [*tokens[:kept], *tokens[len(tokens) - last + kept :]]
 
 
 def common_beginning(one: Sequence[object], other: Sequence[object]) -> int:

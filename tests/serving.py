@@ -42,6 +42,7 @@ TEMPLATE = (
 def chat_tokenizer() -> Any:
     tokenizer = copy.deepcopy(byte_tokenizer())
     tokenizer.chat_template = TEMPLATE
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     return tokenizer
 
 

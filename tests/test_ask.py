@@ -6,10 +6,12 @@ import io
 import itertools
 import json
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from test_chat import LLAMA, tokenizer, user
 from tiny_models import tiny_target
 from transformers import GenerationConfig
 
-from offload_rt import LLM, Context, SamplingParams, cli
+from offload_rt import LLM, Context, SamplingParams, cli, clock
 from offload_rt.chat import with_question
 from offload_rt.commands import chat as chat_command
 from offload_rt.commands.console import Console
@@ -194,6 +196,39 @@ def test_a_session_is_read_once_and_asked_again(run: Run, llm: LLM, folder: Path
     assert (code, out) == (2, "") and re.search(r"begins like \d+ of them: name another session", err)
     _, listed, _ = run_sessions("list", "--cache", str(tmp_path / "sessions"))
     assert listed.startswith("moby ")
+
+
+def test_a_session_keeps_its_date(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that writes the date goes on writing the one at which the session was rendered first."""
+    dated = tmp_path / "model"
+    shutil.copytree(folder, dated)
+    tokenizer(f"{{{{ strftime_now('%d %b %Y') }}}} {LLAMA}", bos_token="<s>").save_pretrained(dated)
+    given = ("--model", str(dated), *GREEDY, "--session", "moby", "--cache", str(tmp_path / "sessions"))
+    for day, command in ((4, "ask"), (5, "ask"), (6, "chat"), (7, "ask")):
+        monkeypatch.setattr(clock, "date", lambda day=day: datetime(2024, 7, day))
+        question = ("Who is it?",) if command == "ask" else ()
+        code, _, err = run(command, *given, *(book(folder) if day == 4 else ()), *question, stdin="Who?")
+        there = int(re.search(r"session    moby: ([\d,]+) of", err)[1].replace(",", ""))  # type: ignore[index]
+        assert code == 0 and (there > len(BOOK) or day == 4)
+    with SavedContext(tmp_path / "sessions" / "moby.safetensors") as saved:
+        assert saved.date == datetime(2024, 7, 4)
+
+
+def test_a_session_that_does_not_exist_needs_something_to_read(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    cache = ("--cache", str(tmp_path / "sessions"))
+    assert run("ask", *GREEDY, "--session", "moby", *cache, *book(folder), "Who?")[0] == 0
+    for command, question in (("ask", ("Who?",)), ("chat", ()), ("generate", ())):
+        code, out, err = run(command, "--session", "mobi", *cache, *question)
+        where = f"session mobi: there is none of that name in {tmp_path / 'sessions'}; there are: moby."
+        remedy = (
+            "name a prompt, --prompt-file FILE" if command == "generate" else "name a document, --file FILE"
+        )
+        assert (code, out) == (2, "") and f"{where} To begin it, {remedy}\n" in err
+    assert [path.name for path in (tmp_path / "sessions").iterdir()] == ["moby.safetensors"]
 
 
 def test_the_embedded_model_may_be_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,7 +136,7 @@ MODELS: dict[str, Callable[..., object] | None] = {
     "quanto": config(quantization_config={"quant_method": "quanto", "weights": "int4"}),
     "integers": integer_weights,
     "unloaded": lambda folder: [
-        template("{{ messages[0].content }}")(folder),
+        template("{% for m in messages %}{{ m.content }}{% endfor %}")(folder),
         remove("*.safetensors")(folder),
     ],
     "failing-template": template("{{ raise_exception('not today\nnor tomorrow') }}"),

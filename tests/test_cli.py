@@ -170,7 +170,7 @@ class CharacterTokenizer:
 
     bos_token_id = None
 
-    def __call__(self, text: str, verbose: bool) -> dict[str, list[int]]:
+    def __call__(self, text: str, verbose: bool, **options: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) for character in text]}
 
 
@@ -310,7 +310,7 @@ def test_a_long_prompt_is_encoded_once_and_says_so(
 ) -> None:
     encode, encoded = CharacterTokenizer.__call__, []
 
-    def counted(self: CharacterTokenizer, text: str, verbose: bool) -> dict[str, list[int]]:
+    def counted(self: CharacterTokenizer, text: str, verbose: bool, **options: bool) -> dict[str, list[int]]:
         encoded.append(text)
         return encode(self, text, verbose)
 
@@ -318,7 +318,7 @@ def test_a_long_prompt_is_encoded_once_and_says_so(
     shown = terminal()
     run("generate --prompt abcd --max-prompt-tokens 2")
     assert "encode     4 characters" in shown()
-    assert encoded == ["abcd"] and llm.made.prompt == [ord("c"), ord("d")]
+    assert encoded.count("abcd") == 1 and llm.made.prompt == [ord("c"), ord("d")]
 
 
 SUGGESTED = SamplingParams(0.6, 0.9, min_p=0.05, repetition_penalty=1.1)

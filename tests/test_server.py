@@ -73,6 +73,11 @@ def test_answers_are_those_of_the_api(served: Served) -> None:
         assert {one.id for one in chunks} == {chunks[0].id}
 
 
+def test_control_tokens_in_a_message_are_text(served: Served) -> None:
+    tokens = {asked(served, question).usage.prompt_tokens for question in ("a<|im_end|>b", "a<|im_and|>b")}
+    assert len(tokens) == 1, "the name is read character by character"
+
+
 def test_a_second_question_reads_the_document_no_more(served: Served) -> None:
     asked(served, QUESTIONS[0])
     usage = asked(served, "Another?").usage

@@ -373,7 +373,7 @@ def test_generate_reads_on_from_a_session(tmp_path: Path, capsys: pytest.Capture
 def test_text_is_not_lost_where_it_cannot_be_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*given: Any) -> None:
+    def full(*given: Any, **options: Any) -> None:
         raise UsageError("session a: cannot be saved (No space left on device); make room")
 
     monkeypatch.setattr("offload_rt.sessions.save_prefix", full)

@@ -245,6 +245,22 @@ def test_a_rendered_chat_template_has_one_beginning_of_text(adds_one: bool) -> N
     assert encode(fast, "<s>hi hi", last=2) == [0, 1]
 
 
+def test_a_beginning_of_several_tokens_is_not_doubled() -> None:
+    """`[gMASK]<sop>` of ChatGLM; and an end-of-text token behind the text stays."""
+    names = ["[gMASK]", "<sop>", "hi", "a", "?", "</s>"]
+    made = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="[gMASK] <sop> $A </s>", special_tokens=[("[gMASK]", 0), ("<sop>", 1), ("</s>", 5)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?", eos_token="</s>")
+    fast.add_special_tokens({"additional_special_tokens": ["[gMASK]", "<sop>"]})
+    assert encode(fast, "hi") == encode(fast, "[gMASK]<sop>hi") == [0, 1, 2, 5]
+    assert encode(fast, "[gMASK]hi") == [0, 1, 0, 2, 5]
+    assert encode(fast, "hi hi hi", last=4) == [0, 1, 2, 5]
+    assert encode(fast, "hi hi hi", last=2) == [2, 5]
+
+
 @pytest.mark.parametrize(
     "token", [PIECES["a"], PIECES[byte_characters("é")[0]], 0], ids=["text", "byte", "special"]
 )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from offload_rt import clock
 from offload_rt.chat import with_question
 from offload_rt.commands import prompts, sessions
 from offload_rt.commands.console import Console
@@ -28,8 +29,9 @@ from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
-    from offload_rt.chat import ChatTemplate, Message
-    from offload_rt.context import TokenStream
+    from offload_rt.chat import ChatTemplate
+    from offload_rt.chat_forms import Message
+    from offload_rt.context import Context, TokenStream
     from offload_rt.results import SamplingParams
 
 ANSWER_TOKENS = 1024
@@ -95,6 +97,8 @@ class Chat:
         """Reads the documents and the tokenizer. Raises UsageError for whatever is wrong by then."""
         console = Console(arguments.quiet)
         kept = sessions.Sessions(arguments, console)
+        if not arguments.files:
+            kept.check_exists("name a document, --file FILE")
         for path in arguments.files:
             console.working("read", path)
         text = documents(arguments.files, arguments.encoding) if arguments.files else ""
@@ -108,8 +112,9 @@ class Chat:
         from offload_rt.model.loading import load_tokenizer, model_source
 
         tokenizer = load_tokenizer(model_source(arguments.model))
-        template = ChatTemplate(tokenizer, arguments.model or "demo", console.notice)
-        messages = (None if arguments.files else kept.messages) or [{"role": "user", "content": text}]
+        earlier, date = kept.chat()
+        template = ChatTemplate(tokenizer, arguments.model or "demo", console.notice, date or clock.date())
+        messages = (None if arguments.files else earlier) or [{"role": "user", "content": text}]
         if arguments.system is not None:
             others = [one for one in messages if one["role"] != "system"]
             messages = [{"role": "system", "content": arguments.system}, *others]
@@ -137,6 +142,11 @@ class Chat:
         self.console.clear()
         self.console.tokens["prefill"] = len(tokens)
         return tokens
+
+    def describe(self, context: Context, messages: list[Message]) -> None:
+        """Tells a context that was opened from tokens what messages these are."""
+        context.messages = messages
+        context.date = self.template.date or context.date
 
     def params(self, llm: LLM) -> SamplingParams:
         """Returns the model's own sampling, as far as no flag says anything else, and greedy without one."""
@@ -186,7 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
     with machine_errors_in_a_line(), open_llm(arguments, console, (len(prompt), most)) as llm:
         params = chat.params(llm)
         context = chat.kept.open(llm, prompt, most)
-        context.messages = asked
+        chat.describe(context, asked)
         answer = context.stream_ask(None, params, thinking=chat.thinking)
         status, failure = chat.write(answer, params)
         result = answer.result

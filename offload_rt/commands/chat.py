@@ -14,7 +14,7 @@ from offload_rt.documents import decode
 from offload_rt.errors import UsageError
 
 if TYPE_CHECKING:
-    from offload_rt.chat import Message
+    from offload_rt.chat_forms import Message
     from offload_rt.commands.console import Console
     from offload_rt.context import Context
     from offload_rt.results import GenerationResult, SamplingParams
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     room = _room(chat, len(prompt))
     with machine_errors_in_a_line(), open_llm(arguments, chat.console, (len(prompt), room)) as llm:
         context = chat.kept.open(llm, prompt, room)
-        context.messages = chat.messages
+        chat.describe(context, chat.messages)
         chat.console.tokens.pop("prefill")  # what a question reads is short
         status = Conversation(chat, context, chat.params(llm)).run()
         chat.kept.save(context)

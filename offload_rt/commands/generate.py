@@ -108,6 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(arguments.quiet)
     console.tokens["decode"] = params.max_tokens
     kept = sessions.Sessions(arguments, console)
+    if not (arguments.prompts or arguments.stdin):
+        kept.check_exists("name a prompt, --prompt-file FILE")
     with machine_errors_in_a_line():
         prompt = prompts.tokens(text, arguments, console)
     sizes = len(prompt), params.max_tokens

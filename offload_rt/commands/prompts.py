@@ -170,6 +170,6 @@ def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Cons
     if limit is not None and len(tokens) > limit:
         source = f" of {BUILT_IN}" if built_in else ""
         console.notice(f"prompt: kept the last {limit:,} of {len(tokens):,} tokens{source}")
-        tokens = keep_last(tokens, limit, None if tokenizer is None else tokenizer.bos_token_id)
+        tokens = keep_last(tokens, limit, tokenizer)
     console.tokens["prefill"] = len(tokens)
     return tokens

@@ -17,9 +17,10 @@ from offload_rt.settings import CACHE_OFF, CACHE_ON, SettingDefault
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
 
     from offload_rt.api import LLM
-    from offload_rt.chat import Message
+    from offload_rt.chat_forms import Message
     from offload_rt.context import Context
     from offload_rt.sessions import SessionFolder
 
@@ -144,15 +145,21 @@ class Sessions:
                 self._folder.path(self._name)
             self._folder.create()
 
-    @property
-    def messages(self) -> list[Message] | None:
-        """The chat messages of the session; None: it does not exist yet, or was read from a text."""
+    def check_exists(self, remedy: str) -> None:
+        """Raises UsageError for a session that does not exist yet, where the user gave nothing to read."""
+        if self._name is None or self._folder is None or self._folder.path(self._name).exists():
+            return
+        where = f"there is none of that name in {self._folder.folder}"
+        raise UsageError(f"session {self._name}: {where}; {self._folder.known()}. To begin it, {remedy}")
+
+    def chat(self) -> tuple[list[Message] | None, datetime | None]:
+        """Returns the chat messages of the session, and when they were rendered; None: it has none."""
         if self._folder is None or self._name is None or not self._folder.path(self._name).exists():
-            return None
+            return None, None
         from offload_rt.saved_context import SavedContext
 
         with SavedContext(self._folder.path(self._name)) as saved:
-            return saved.messages
+            return saved.messages, saved.date
 
     def open(self, llm: LLM, tokens: Sequence[int], room: int) -> Context:
         """Opens a context of these tokens; reads those that are not there yet.

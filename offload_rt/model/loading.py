@@ -28,6 +28,7 @@ from offload_rt.machine.hardware import GIB
 from offload_rt.model.architecture import EMBEDDINGS, FINAL_NORMS
 from offload_rt.model.checkpoint_config import located, model_config
 from offload_rt.model.generation import load_generation_config
+from offload_rt.model.processor_template import processor_template
 from offload_rt.model.quantization import Quantization, check_sizes, move_scales, stored_bytes
 from offload_rt.model.remote_mlp import place_mlps
 from offload_rt.model.rope import Yarn
@@ -153,6 +154,8 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
     except Exception as error:  # transformers raises many types for one thing
         wrong = f"its tokenizer cannot be read ({first_line(error)}); download it again"
         raise UsageError(f"model {source}: {wrong}") from error
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = processor_template(located(source))
     return tokenizer
 
 
