@@ -255,7 +255,8 @@ class ChatTemplate:
         if json_schema is None:
             return thinking
         if thinking:
-            prompt = self.encode([{"role": "user", "content": "Who?"}], thinking=True)
+            asked = thinking if self._has_switch else None
+            prompt = self.encode([{"role": "user", "content": "Who?"}], thinking=asked)
             if self._marks.come_first(prompt):
                 return True
             raise UsageError("json-schema leaves no room for thoughts: leave it out, or do not ask for them")

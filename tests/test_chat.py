@@ -447,6 +447,11 @@ def test_control_tokens_of_a_tokenizer_in_python() -> None:
         def __call__(self, text: str, **options: Any) -> Any:
             return fast(text, **options)
 
+        def __getattr__(self, name: str) -> Any:
+            if name == "backend_tokenizer":
+                raise AttributeError(name)
+            return getattr(fast, name)
+
         def apply_chat_template(self, *given: Any, **options: Any) -> Any:
             return fast.apply_chat_template(*given, **options)
 
