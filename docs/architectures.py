@@ -23,6 +23,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
 from offload_rt.files import write_whole
 from offload_rt.model.layer_kinds import LayerKind, LayerKinds, layer_kinds
+from offload_rt.model.self_check import BORDERS
 from offload_rt.model.shape import from_config
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -84,6 +85,8 @@ _SIZES = {
 _WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size")
 """Settings of which the prompt crosses `_WINDOW` tokens, where there is one by default."""
 _WINDOW = 64
+_BORDER = 200
+"""Position that the prompt crosses where a config names one from which on layers compute otherwise."""
 _MIXED: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "gemma4_text": {"hidden_size_per_layer_input": 0},  # 12B and 31B
@@ -111,7 +114,8 @@ _PAGE = """# Architectures
 
 Causal language models of transformers {version}. A model *runs* where the greedy tokens of a tiny random one,
 decoded speculatively, are those of transformers' own `generate`; otherwise the reason stands as `offload-rt`
-says it. *All layers full* is an architecture that is refused with the layers that its config class has by
+says it. The prompt crosses every position that a config names (original context, `floor_scale`, windows).
+*All layers full* is an architecture that is refused with the layers that its config class has by
 default, with full attention in every layer: a checkpoint runs if its own config says so.
 
 What a layer keeps of a sequence is read from its config and modules. The KV of *full* attention is paged in
@@ -198,9 +202,9 @@ def rows_of(model_type: str) -> list[Row]:
         types = _layer_types(default)
         full = None
         if types.keys() & {"full_attention", "sliding_attention", "linear_attention"}:
-            full = _small(default, _FULL_ATTENTION)
+            full = _small(default, _borders(default) | _FULL_ATTENTION)
         elif getattr(default, "sliding_window", None):
-            full = _small(default, _NO_WINDOW)
+            full = _small(default, _borders(default) | _NO_WINDOW)
         if full is not None and set(types) != {"full_attention"} >= _layer_types(full).keys():
             rows.append(_row(f"{name}, all layers full", full))
         return rows
@@ -215,12 +219,22 @@ def _layer_types(config: PretrainedConfig) -> dict[str, int]:
 def _layers(default: PretrainedConfig) -> dict[str, Any]:
     """Returns settings by which few layers are of all types that a config has by default."""
     settings: dict[str, Any] = {name: _WINDOW for name in _WINDOWS if getattr(default, name, None)}
+    settings |= _borders(default)
     first = _layer_types(default)
     if len(first) > 1 and not isinstance(getattr(type(default), "layer_types", None), property):
         count = max(LAYERS, 1 + max(first.values()))
         types = list(default.layer_types)[:count] if count <= MOST_LAYERS else list(first)
         settings |= {"layer_types": types, "layers_block_type": types, "num_hidden_layers": len(types)}
     return settings
+
+
+def _borders(default: PretrainedConfig) -> dict[str, Any]:
+    """Returns the settings of a config that name a position, with `_BORDER` in their place."""
+    settings = default.to_dict()
+    moved: dict[str, Any] = {name: _BORDER for name in BORDERS if settings.get(name)}
+    rope = settings.get("rope_parameters") or {}
+    within = {name: _BORDER for name in BORDERS if rope.get(name)}
+    return moved | ({"rope_parameters": rope | within} if within else {})
 
 
 def _row(name: str, *configs: PretrainedConfig) -> Row:

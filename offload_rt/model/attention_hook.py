@@ -58,11 +58,15 @@ class AttentionPass(Protocol):
 class LayerPass:
     """A forward pass as the modules of decoder layers see it: sends each layer to what keeps its part.
 
-    It is passed on by transformers as a keyword argument, and to recurrent layers as their cache.
+    It is passed on by transformers as a keyword argument, and as the cache of the layers.
+
+    Attributes:
+        positions: of the new tokens, `[tokens]`.
     """
 
     kinds: LayerKinds
     attention: AttentionPass
+    positions: Tensor
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Computes attention in a decoder layer; shapes as in `Cache.attend`."""
@@ -74,6 +78,14 @@ class LayerPass:
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of the pass alone, as `attend` adds those before."""
         return keys, values
+
+    def get_seq_length(self, _: int = 0) -> Tensor:
+        """Returns the number of tokens before the pass, as a layer takes it that counts positions itself.
+
+        Such a layer (Llama 4) adds the row of each token. Tokens of trees and of several sequences are not in
+        rows from one position on, so there is a number for each, `[tokens]`: the sum is its position.
+        """
+        return self.positions - torch.arange(len(self.positions), device=self.positions.device)
 
 
 def _attention(

@@ -1,7 +1,8 @@
 """Decoder layers whose dense parts run in the native library, for a few tokens on a CPU.
 
-A layer qualifies by its structure (attention with rotary positions and a gated MLP, each behind an RMS norm
-and added to its input), and then by computing what its own module computes on a few tokens.
+A layer qualifies if its module's `forward` does exactly the operations of `_Reference`: attention with rotary
+positions and a gated MLP, each behind an RMS norm and added to its input. A comparison on a few tokens then
+tells whether the library computes what the module does.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from torch.func import functional_call
 
 from offload_rt.attention.sums import Softmax
+from offload_rt.model.attention_hook import LayerPass
+from offload_rt.model.expressions import Expressions, on_meta
+from offload_rt.model.layer_kinds import LayerKinds
 from offload_rt.native.dense import (
     MOST_ROWS,
     LayerWeights,
@@ -65,27 +69,27 @@ class DenseHead:
         return self._native(hidden[0])[None]
 
 
-def dense_layer(block: Any, dtype: torch.dtype) -> DenseLayer | None:
-    """Returns a decoder layer in the native library; None: by its structure it is not one of these."""
+def dense_layer(block: Any, dtype: torch.dtype, kinds: LayerKinds) -> DenseLayer | None:
+    """Returns a decoder layer in the native library; None: it computes anything else, at any position."""
     children = dict(block.named_children())
     if {*children} != {*_PARTS} or not _own_forwards(block):
         return None
     attention, mlp = children["self_attn"], children["mlp"]
     norms = [_rms_norm(children[name], dtype) for name in ("input_layernorm", "post_attention_layernorm")]
     parts, mlp_parts = dict(attention.named_children()), dict(mlp.named_children())
-    activation = mlp_parts.pop("act_fn", None)
+    mlp_parts.pop("act_fn", None)
     head_norms = [_rms_norm(parts.pop(name, None), dtype) for name in _HEAD_NORMS]
     head_dim = getattr(attention, "head_dim", 0)
     qualifies = (
         None not in norms
         and {*parts} == {*_PROJECTIONS}
         and {*mlp_parts} == {*_MLP}
-        and isinstance(activation, nn.SiLU | SiLUActivation)
         and all(supports(linear, dtype) for linear in (*parts.values(), *mlp_parts.values()))
         and (None in head_norms) == (not any(head_norms))
         and head_dim > 0
         and head_dim % 2 == 0
         and isinstance(getattr(attention, "scaling", None), float)
+        and _is_reference(block, kinds)
     )
     if not qualifies:
         return None
@@ -94,12 +98,138 @@ def dense_layer(block: Any, dtype: torch.dtype) -> DenseLayer | None:
     return DenseLayer(block, LayerWeights(*weights))
 
 
+class _Reference(nn.Module):
+    """What the native library computes of a layer (`layer.h`), by the layer's own modules and in torch."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block: Any = block
+
+    def forward(self, hidden: Tensor, cosines: Tensor, sines: Tensor, layer_pass: LayerPass) -> Tensor:
+        """Returns the layer's hidden states `[1, tokens, hidden_size]`."""
+        block, attention, mlp = self.block, self.block.self_attn, self.block.mlp
+        normed = _normalize(block.input_layernorm, hidden)
+        shape = (*hidden.shape[:-1], -1, attention.head_dim)
+        heads = [getattr(attention, name)(normed).view(shape) for name in _PROJECTIONS[:3]]
+        for at, name in enumerate(_HEAD_NORMS):
+            if hasattr(attention, name):
+                heads[at] = _normalize(getattr(attention, name), heads[at])
+        queries, keys, values = (part.transpose(1, 2) for part in heads)
+        queries, keys = (_rotate(part, cosines, sines) for part in (queries, keys))
+        softmax = Softmax(float(attention.scaling))
+        attended = layer_pass.attend(int(attention.layer_idx), queries[0], keys[0], values[0], softmax)
+        attended = attended.transpose(0, 1)[None].contiguous()
+        hidden = hidden + attention.o_proj(attended.reshape(*hidden.shape[:-1], -1))
+        normed = _normalize(block.post_attention_layernorm, hidden)
+        gate = nn.functional.silu(mlp.gate_proj(normed))
+        result: Tensor = hidden + mlp.down_proj(gate * mlp.up_proj(normed))
+        return result
+
+
+def _normalize(norm: Any, given: Tensor) -> Tensor:
+    exact = given.to(torch.float32)
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    normed: Tensor = norm.weight * exact.to(given.dtype)
+    return normed
+
+
+def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    half = heads.shape[-1] // 2
+    turned = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
+    return heads * cosines.unsqueeze(1) + turned * sines.unsqueeze(1)
+
+
+def _is_reference(block: nn.Module, kinds: LayerKinds) -> bool:
+    """Returns whether the operations of a layer are those of `_Reference`, for one token and for several."""
+    reference = _Reference(block)
+    return all(
+        _expressions(reference, tokens, kinds, own=True) == _expressions(reference, tokens, kinds, own=False)
+        for tokens in (1, 3)
+    )
+
+
+def _expressions(
+    reference: _Reference, tokens: int, kinds: LayerKinds, *, own: bool
+) -> tuple[str, list[object]] | None:
+    """Returns the expression of the hidden states behind a layer, and those that its attention is given.
+
+    Computed on the meta device, without the weights. None: it depends on values, or cannot run there.
+
+    Args:
+        own: of the layer's module rather than of `_Reference`.
+    """
+    attention = reference.block.self_attn
+    dtype = attention.q_proj.weight.dtype
+    weights = on_meta(reference)
+    hidden = torch.empty(1, tokens, attention.q_proj.in_features, dtype=dtype, device="meta")
+    cosines, sines = torch.empty(2, 1, tokens, attention.head_dim, dtype=dtype, device="meta").unbind()
+    positions = torch.empty(tokens, dtype=torch.int64, device="meta")
+    given = {"hidden": hidden, "cosines": cosines.clone(), "sines": sines.clone(), "positions": positions}
+    expressions = Expressions(weights | given)
+    recorded = _RecordedAttention(expressions)
+    layer_pass = LayerPass(kinds, recorded, positions)
+    rotation = given["cosines"], given["sines"]
+    try:
+        with expressions:
+            if own:
+                arguments = {
+                    "attention_mask": None,
+                    "position_ids": positions[None],
+                    "position_embeddings": rotation,
+                    "attention_pass": layer_pass,
+                    "past_key_values": layer_pass,
+                }
+                names = {name.removeprefix("block."): weight for name, weight in weights.items()}
+                out = functional_call(reference.block, names, (hidden,), arguments)
+            else:
+                out = functional_call(reference, weights, (hidden, *rotation, layer_pass))
+    except (RuntimeError, ValueError, TypeError):
+        return None  # it does something that the reference does not
+    out = out[0] if isinstance(out, tuple) else out
+    return None if expressions.reads_values else (expressions.of(out), recorded.given)
+
+
+class _RecordedAttention:
+    """Attention that keeps the expressions of what it is given, and returns a tensor by a name of its own."""
+
+    def __init__(self, expressions: Expressions) -> None:
+        self.given: list[object] = []
+        self._expressions = expressions
+
+    @property
+    def local(self) -> Any:
+        return self
+
+    def attend(self, _: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        self.given += [self._expressions.of(one) for one in (queries, keys, values)]
+        self.given.append((softmax.scale, softmax.sinks is None))
+        attended = torch.empty(queries.shape, dtype=queries.dtype, device="meta")
+        return self._expressions.name("attended", attended)
+
+
 def dense_head(norm: nn.Module, head: Any, dtype: torch.dtype) -> DenseHead | None:
-    """Returns the final norm and the head in the native library; None: they are other modules."""
+    """Returns the final norm and the head in the native library; None: they compute anything else."""
     weights = _rms_norm(norm, dtype)
     if weights is None or not (_own_forwards(norm) and _own_forwards(head) and supports(head, dtype)):
         return None
-    return DenseHead(norm, head, weights)
+    meta, found = on_meta(norm), []
+    hidden = torch.empty(1, 3, head.in_features, dtype=dtype, device="meta")
+    for module, prefix in ((norm, ""), (_ReferenceNorm(norm), "norm.")):
+        named = {prefix + name: one for name, one in meta.items()}
+        with Expressions(meta | {"hidden": hidden}) as expressions:
+            found.append(expressions.of(functional_call(module, named, (hidden,))))
+    return DenseHead(norm, head, weights) if found[0] == found[1] else None
+
+
+class _ReferenceNorm(nn.Module):
+    """An RMS norm as the native library computes it."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _normalize(self.norm, hidden)
 
 
 def computes_the_same(given: Tensor, module: Tensor, native: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,8 +93,10 @@ class RemotePass:
             return there
         positions, rotation = self._given["position_ids"], self._given["position_embeddings"]
         there, positions, *rotation = self._second.send(hidden, positions, *rotation)
+        layer_pass = replace(self._given["past_key_values"], positions=positions[0])
         self._arguments = {
             **self._given,
+            **dict.fromkeys(("attention_pass", "past_key_values"), layer_pass),
             "position_ids": positions,
             "position_embeddings": tuple(rotation),
         }

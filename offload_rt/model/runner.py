@@ -16,10 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpu_kv import KVLayout
-from offload_rt.attention.backends import choose_backend
-from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.local import LocalState
 from offload_rt.caches.local_history import LocalLayers
 from offload_rt.caches.split import SplitCache
 from offload_rt.errors import UsageError
@@ -49,6 +46,7 @@ from offload_rt.model.quantization import stored_bytes
 from offload_rt.model.recurrence import missing_kernels
 from offload_rt.model.remote_blocks import RemoteBlocks, RemotePass
 from offload_rt.model.remote_mlp import RemoteMlp
+from offload_rt.model.self_check import TOKENS, Probe, check_against_own_forward, spread_positions
 
 
 class NotANumber(UsageError):
@@ -104,7 +102,8 @@ class CausalModel:
         open_model(model)
         self._open = True
         try:
-            self._check_against_its_own_forward()
+            with torch.inference_mode(), missing_kernels() as self.missing_kernels:
+                check_against_own_forward(self)
             if self.device.type == "cpu":
                 self._use_native_layers()
         except BaseException:
@@ -201,12 +200,12 @@ class CausalModel:
         by_blocks: bool = False,
     ) -> Tensor:
         position_ids = positions[None]
-        layer_pass = LayerPass(self.kinds, attention_pass)
+        layer_pass = LayerPass(self.kinds, attention_pass, positions)
         arguments: dict[str, Any] = {
             "attention_mask": None,
             "position_ids": position_ids,
             "attention_pass": layer_pass,
-            "past_key_values": layer_pass if self.kinds.recurrent else None,
+            "past_key_values": layer_pass,
         }
         # Layers of one type share their rotary frequencies.
         rotations: dict[str, tuple[Tensor, Tensor] | None] = {}
@@ -276,10 +275,11 @@ class CausalModel:
     @torch.inference_mode()
     def _check_blocks(self, text: str) -> None:
         """Checks that a layer run block by block adds to its input what the whole layer does."""
-        first, probe = LayerPlan(((0,),)), _Probe(self)
-        whole = self._probed(probe, first)
+        first, probe = LayerPlan(((0,),)), Probe(self)
+        positions = spread_positions(self)
+        whole = self.probed(probe, positions, plan=first)
         try:
-            blocks = self._probed(_Probe(self), first, by_blocks=True)
+            blocks = self.probed(Probe(self), positions, plan=first, by_blocks=True)
         except (AttributeError, TypeError) as error:
             raise UsageError(f"layers {text!r}: {self.name} cannot be run block by block: {error}") from error
         if not computes_the_same(self.embed(probe.tokens), whole, blocks):
@@ -358,7 +358,7 @@ class CausalModel:
         Raises:
             NotANumber: names the weight or the layer.
         """
-        self._check_weights()
+        self.check_weights()
         hidden, positions = self.embed(given.ids(self.device)), to_device(given.positions, self.device)
         given.cache.begin(given.new)
         remote = given.cache.remote if isinstance(given.cache, SplitCache) else frozenset[int]()
@@ -380,68 +380,33 @@ class CausalModel:
     @torch.inference_mode()
     def probe(self) -> Tensor:
         """Returns hidden states `[5, hidden_size]` after five fixed tokens, which identify the model."""
-        return self._probed(_Probe(self), self._in_turn)[0]
+        return self.probed(Probe(self), torch.arange(TOKENS, device=self.device))[0]
 
-    def _probed(self, probe: _Probe, plan: LayerPlan, *, by_blocks: bool = False) -> Tensor:
-        """Returns hidden states after the probe's tokens, `[1, tokens, hidden_size]`."""
-        positions = torch.arange(len(probe.tokens), device=self.device)
-        return torch.cat(
-            [
-                self._run(plan, self.embed(probe.tokens[part]), positions[part], probe, by_blocks=by_blocks)
-                for part in probe.parts
-            ],
-            dim=1,
-        )
+    def probed(
+        self,
+        probe: Probe,
+        positions: Tensor,
+        part: slice = slice(None),
+        plan: LayerPlan | None = None,
+        *,
+        by_blocks: bool = False,
+    ) -> Tensor:
+        """Returns hidden states after a part of the probe's tokens, `[1, tokens, hidden_size]`.
 
-    def _check_weights(self) -> None:
+        Args:
+            positions: of all its tokens.
+        """
+        plan, hidden = plan or self._in_turn, self.embed(probe.tokens[part])
+        return self._run(plan, hidden, positions[part], probe, by_blocks=by_blocks)
+
+    def check_weights(self) -> None:
+        """Raises NotANumber if a weight is NaN or infinite."""
         for name, parameter in self.module.named_parameters():
             # Numbers of 8 bits are quantised, and torch cannot look at some of them.
             if parameter.itemsize > 1 and not bool(parameter.isfinite().all()):
                 raise NotANumber(
                     f"{self.name}: the weight {name} has NaN or infinite entries; check its file"
                 )
-
-    def _check_against_its_own_forward(self) -> None:
-        """Compares the runner with the model's own forward pass on a few tokens.
-
-        A config need not declare everything that a model does between its modules (factors, capped logits,
-        norms …), so running both is the only reliable check.
-        """
-        probe = _Probe(self)
-        try:
-            with torch.inference_mode(), missing_kernels() as self.missing_kernels:
-                found = self.logits(self._probed(probe, self._in_turn))
-                expected = self.module(input_ids=probe.tokens[None], use_cache=False).logits[0]
-                if self.kinds.recurrent:
-                    continued = self.logits(self._probed(_Probe(self, split=3), self._in_turn))
-        except torch.OutOfMemoryError:
-            raise
-        except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-            raise UsageError(f"{self.name}: {kind_of(self.module)} is not supported: {error}") from error
-        if self.kinds.full and not probe.calls:
-            raise UsageError(
-                f"{self.name}: {kind_of(self.module)} is not supported: its layers do not pass keyword"
-                " arguments on to their attention"
-            )
-        if not bool(expected.isfinite().all()):
-            self._check_weights()
-            return  # `raise_nan` reports the layer at the first real pass
-        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
-        tolerance *= max(float(expected.abs().max()), 1.0)
-
-        def alike(logits: Tensor) -> bool:
-            return logits.shape == expected.shape and float((logits - expected).abs().max()) <= tolerance
-
-        if probe.calls != len(self.kinds.full) or not alike(found):
-            raise UsageError(
-                f"{self.name}: {kind_of(self.module)} is not supported: it does more than run its decoder "
-                "layers in turn between its embedding, norm and head"
-            )
-        if self.kinds.recurrent and not alike(continued):
-            raise UsageError(
-                f"{self.name}: {kind_of(self.module)} is not supported: in this version of transformers its "
-                "recurrent layers ignore their state when several tokens are behind it in one pass"
-            )
 
     def _own_head(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.module.lm_head(self._norm(hidden))
@@ -450,9 +415,9 @@ class CausalModel:
     @torch.inference_mode()
     def _use_native_layers(self) -> None:
         """Lets the native library compute the layers, and the head, that it computes as their modules do."""
-        natives = [dense_layer(block, self.dtype) for block in self._blocks]
-        probe = _Probe(self)
-        hidden, positions = self.embed(probe.tokens), torch.arange(len(probe.tokens))
+        natives = [dense_layer(block, self.dtype, self.kinds) for block in self._blocks]
+        probe = Probe(self)
+        hidden, positions = self.embed(probe.tokens), spread_positions(self)
         head = dense_head(self._norm, self.module.lm_head, self.dtype)
         if head is not None and computes_the_same(torch.zeros(()), self._own_head(hidden), head(hidden)):
             self._head = head
@@ -464,37 +429,5 @@ class CausalModel:
             if native is None:
                 continue
             self._steps[layer] = native
-            if not computes_the_same(given, hidden, self.run_layer(layer, given, positions, _Probe(self))):
+            if not computes_the_same(given, hidden, self.run_layer(layer, given, positions, Probe(self))):
                 self._steps[layer] = block
-
-
-class _Probe:
-    """Causal attention of five tokens over themselves.
-
-    Args:
-        split: number of tokens in the first of two passes; None: all are in one.
-    """
-
-    def __init__(self, model: CausalModel, split: int | None = None) -> None:
-        self.tokens = torch.arange(5, device=model.device) * 7 % model.vocabulary
-        self.parts = [slice(None)] if split is None else [slice(split), slice(split, None)]
-        self.calls = 0
-        self._backend = choose_backend(model.device)
-        self._local = LocalState(model.local_layers, self._backend)
-        self._local.start_read()
-        self._kv: dict[int, Tensor] = {}
-
-    @property
-    def local(self) -> LocalState:
-        return self._local
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        self.calls += 1
-        total = AttentionSum(self._backend, queries, len(keys), softmax.scale)
-        total.add(*self._backend.causal(queries, keys, values, softmax.scale))
-        kv = torch.stack([keys, values])
-        if layer in self._kv:
-            total.attend(*self._kv[layer])
-            kv = torch.cat([self._kv[layer], kv], dim=2)
-        self._kv[layer] = kv
-        return total.result(softmax.sinks)

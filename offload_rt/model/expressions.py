@@ -1,0 +1,94 @@
+"""How tensors are computed, operation by operation: two computations are one if their expressions are equal.
+
+Whether a module computes what a kernel computes cannot be told from results: a scale that grows with the
+position, a clamp or a branch shows for some inputs only. Its operations show it for all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_COMMUTATIVE = (torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor)
+
+
+class Expressions(TorchDispatchMode):
+    """Records how each tensor of a computation follows from named ones.
+
+    Views are not operations: a view is the expression of its storage, with sizes, strides and offset. The
+    computation may run on the meta device, where no operation takes time.
+
+    Args:
+        named: tensors that are given, by their names.
+
+    Attributes:
+        reads_values: an operation returned numbers rather than tensors, so that what follows may depend on
+            the values of tensors.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads_values = False
+        self._of_storage: dict[int, str] = {}
+        self._kept: list[Tensor] = []  # so that no storage takes the place of another one
+        for name, tensor in named.items():
+            self.name(name, tensor)
+
+    def name(self, name: str, tensor: Tensor) -> Tensor:
+        """Names a tensor that is given, and returns it."""
+        self._set(tensor, name)
+        return tensor
+
+    def of(self, tensor: Tensor) -> str:
+        """Returns the expression of a tensor."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._of_storage:  # a constant, made before the recording
+            self._set(tensor, f"constant {tensor.dtype} {tensor.tolist() if tensor.is_cpu else key}")
+        shape = tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+        return f"{self._of_storage[key]} {shape}"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inputs, options = self._described(args), self._described(sorted((kwargs or {}).items()))
+        if func in _COMMUTATIVE:
+            inputs.sort(key=str)
+        given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs or {}))}
+        out = func(*args, **kwargs or {})
+        results = _tensors(out)
+        self.reads_values |= not results
+        for number, tensor in enumerate(results):
+            if tensor.untyped_storage()._cdata not in given or func._schema.is_mutable:
+                text = f"{func} {inputs} {options} {number}"
+                self._set(tensor, hashlib.sha256(text.encode()).hexdigest())
+        return out
+
+    def _described(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return self.of(argument)
+        return [*map(self._described, argument)] if isinstance(argument, list | tuple) else argument
+
+    def _set(self, tensor: Tensor, expression: str) -> None:
+        self._of_storage[tensor.untyped_storage()._cdata] = expression
+        self._kept.append(tensor)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [tensor for part in tree for tensor in _tensors(part)]
+
+
+def on_meta(module: nn.Module) -> dict[str, Tensor]:
+    """Returns tensors without memory in place of a module's weights and buffers (for `functional_call`)."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
