@@ -224,7 +224,7 @@ def test_a_shortened_prompt_keeps_its_beginning_of_text_token(target: PreTrained
             assert not options["verbose"]  # transformers would warn about its length
             return {"input_ids": [1, *text.encode()]}
 
-    tokenizer = Tokenizer(bos_token_id=1)
+    tokenizer = Tokenizer(bos_token_id=1, eos_token_id=None)
     with LLM.from_models(target, config="plain", tokenizer=tokenizer) as llm:  # type: ignore[arg-type]
         assert llm.encode("abcdef", last=3) == [1, *b"ef"]
         assert llm.encode("abcdef", last=1) == [*b"f"]

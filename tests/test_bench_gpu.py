@@ -89,6 +89,7 @@ def test_each_check_is_a_line_whatever_fails(
 
 def test_a_check_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "bench").mkdir()
+    (tmp_path / "bench/__init__.py").touch()
     script = "import os, sys; print('{\"of\": \"' + '-'.join(sys.argv[1:]) + '\"}', flush=True); os._exit(7)"
     (tmp_path / "bench/gpu.py").write_text(script)
     monkeypatch.setattr(gpu, "ROOT", tmp_path)

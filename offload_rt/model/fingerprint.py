@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
@@ -14,15 +15,22 @@ from torch import Tensor
 from offload_rt.model.quantization import bitsandbytes_scales, named_weights
 from offload_rt.model.runner import CausalModel
 
-SAMPLES = 64
-"""Values of each parameter that are compared."""
-_NUMBERS = (
-    *("model_type", "hidden_act", "hidden_activation", "hidden_size", "intermediate_size", "vocab_size"),
-    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("rms_norm_eps", "layer_norm_eps", "use_qk_norm", "query_pre_attn_scalar"),
-    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_scale"),
-)
-"""Settings of a config that KV depends on beside the weights; named, as a newer transformers may add some."""
+_CHUNK = 2**20
+"""Words of 32 bits that a sum is taken of."""
+_CHANGE_NOTHING = {
+    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("initializer_range", "return_dict", "output_attentions", "output_hidden_states", "is_encoder_decoder"),
+    *("id2label", "label2id", "problem_type", "num_labels", "finetuning_task", "task_specific_params"),
+    *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "classifier_dropout"),
+    *("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "pretraining_tp", "auto_map"),
+    *("tie_word_embeddings", "chunk_size_feed_forward", "_attn_implementation"),
+    *("base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan"),
+}
+"""Settings of a config that change nothing that is computed; tied weights show in the weights.
+
+Any other setting may, those included that a later transformers adds.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,28 +88,48 @@ class Fingerprint:
 
 
 def weights_digest(model: CausalModel) -> str:
-    """Returns a digest of architecture, names, shapes and evenly spaced values of all weights."""
-    config = model.module.config.get_text_config()
-    numbers = {name: getattr(config, name, None) for name in _NUMBERS}
-    if model.kinds.local:
-        numbers["layer_kinds"] = [astuple(kind) for kind in model.kinds.kinds]
-        numbers["rope_parameters"] = getattr(config, "rope_parameters", None)
-    digest = hashlib.sha256(json.dumps(numbers, sort_keys=True, default=str).encode())
-    samples: dict[torch.device, list[Tensor]] = {}
+    """Returns a digest of the config of the language model, and of all bytes of its weights."""
+    config = model.module.config.get_text_config().to_dict()
+    settings = {name: value for name, value in config.items() if name not in _CHANGE_NOTHING}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     weights = [
         *named_weights(model.module),
         *(("scales", scales) for scales in bitsandbytes_scales(model.module)),
     ]
-    for name, parameter in weights:
+    sums: dict[torch.device, list[Tensor]] = {}
+    for name, weight in weights:
         plain = name.replace(".mlp.block.", ".mlp.")  # on whichever GPU it is
-        digest.update(f"{plain} {list(parameter.shape)}".encode())
-        count = min(SAMPLES, parameter.numel())
-        at = torch.arange(count, device=parameter.device) * parameter.numel() // max(count, 1)
-        values = parameter.detach()[torch.unravel_index(at, parameter.shape)]
-        samples.setdefault(parameter.device, []).append(values.float())
+        digest.update(f"{plain} {list(weight.shape)} {weight.dtype}".encode())
+        sums.setdefault(weight.device, []).append(checksum(weight))
     # One read for each device; in an order that does not depend on where parameters are.
-    arrived = {device: iter(torch.cat(values).cpu().split([len(one) for one in values]))
-               for device, values in samples.items()}  # fmt: skip
-    for _, parameter in weights:
-        digest.update(next(arrived[parameter.device]).numpy().tobytes())
+    arrived = {device: iter(torch.cat(found).cpu().split([len(one) for one in found]))
+               for device, found in sums.items()}  # fmt: skip
+    for _, weight in weights:
+        digest.update(next(arrived[weight.device]).numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+@torch.inference_mode()
+def checksum(tensor: Tensor) -> Tensor:
+    """Returns sums of 64 bits that depend on every byte of a tensor, on its device, the same on all devices.
+
+    A multilinear hash: words of 32 bits times random odd numbers of 64 bits, modulo 2**64. One changed word
+    always shows, and several go unseen with a probability of 2**-32 (Lemire and Kaser, "Strongly universal
+    string hashing is fast", 2014).
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 4 * 4
+    rest = torch.nn.functional.pad(data[whole:], (0, whole + 4 - data.numel()))
+    words = data[:whole]
+    if words.storage_offset() % 4:
+        words = words.clone()
+    factors = _factors(tensor.device)
+    parts = (*words.view(torch.int32).split(_CHUNK), rest.view(torch.int32))
+    return torch.stack([(part * factors[: part.numel()]).sum() for part in parts])
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Returns random odd numbers of 64 bits, `[_CHUNK]`."""
+    generator = torch.Generator().manual_seed(0x5EED)
+    return torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator).mul_(2).add_(1).to(device)

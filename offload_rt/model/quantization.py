@@ -376,11 +376,15 @@ def move_scales(model: nn.Module) -> None:
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the names and tensors of all weights of a module, quantised or not."""
+    """Yields the names and tensors of all weights of a module, quantised or not.
+
+    Buffers that checkpoints hold are weights too: gptqmodel's matrices, the biases of routers.
+    """
     yield from module.named_parameters()
     for path, part in module.named_modules():
-        if hasattr(part, "qweight"):  # gptqmodel keeps weights in buffers
-            yield from part.named_buffers(path, recurse=False)
+        for name, buffer in part.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def stored_bytes(module: nn.Module) -> int:
