@@ -63,6 +63,10 @@ class ChunkMeans:
             means[:, count:full] = head_major(chunks.mean(dim=3, dtype=torch.float32))
         self._counts[layer] = full
 
+    def cut(self, layer: int, length: int) -> None:
+        """Drops the means of a layer's chunks that are not full at ``length`` tokens."""
+        self._counts[layer] = min(self._counts[layer], length // self.chunk_size)
+
     def truncate(self, length: int) -> None:
         """Drops the means of chunks that are no longer full at ``length`` tokens."""
         full = length // self.chunk_size

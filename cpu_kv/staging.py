@@ -66,6 +66,12 @@ class StagingRing:
         slot.free = self._link.record_event()
         self._idle.append(slot)
 
+    def release_all(self) -> None:
+        """Returns all slots to the ring, whoever has them. No compute may be enqueued that reads them."""
+        for slot in self._slots:
+            slot.free = self._link.record_event()
+        self._idle = deque(self._slots)
+
     def segments(self, start: int, end: int, packed: bool) -> Iterator[tuple[int, int]]:
         """Yields the ranges of tokens, whole pages, that go into one slot each."""
         step, page = self.segment_tokens, self._layout.page_size
@@ -122,8 +128,8 @@ class HostBuffers:
         if entries > buffer.numel():
             with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside of it
                 buffer = torch.empty(entries, dtype=buffer.dtype, pin_memory=self._pin)
-        self._turns.popleft()
-        self._turns.append((buffer, PastEvent()))
+        self._turns[0] = buffer, PastEvent()
+        self._turns.rotate(-1)
         return buffer[:entries].view(tuple(shape))
 
     def hold(self, event: Event) -> None:

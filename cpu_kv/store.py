@@ -8,7 +8,7 @@ soon as it is full (`packed`), and unpacked again if the sequence is cut within 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,7 +171,23 @@ class SequenceKV:
         places = self._span(layer, start, start + count, write=True)
         for place, piece in cut_alike(places, keys.detach(), values.detach()):
             place.copy_(piece)
-        self.advance(layer, count)
+        self._advance((layer,), start, count)
+
+    def append_layers(self, kv: Tensor) -> None:
+        """Appends keys and values ``[layers, 2, kv_heads, n, head_dim]`` to all layers, or to none.
+
+        Where an exception ends it, an interrupt too, every layer has its tokens or none has. Raises
+        ValueError and MemoryError as ``append``.
+        """
+        self._check()
+        count, start = self.layout.tokens_in(kv[0, 0], kv[0, 1]), self.length
+        self._grow(start + count, slab_pages=self._store._slab_pages)
+        layers = range(self.layout.layers)
+        for layer in layers:
+            places = self._span(layer, start, start + count, write=True)
+            for place, piece in cut_alike(places, *kv[layer].detach()):
+                place.copy_(piece)
+        self._advance(layers, start, count)
 
     def advance(self, layer: int, count: int) -> None:
         """Appends ``count`` tokens whose KV was already written to ``memory``, or to ``open_page``.
@@ -179,17 +195,25 @@ class SequenceKV:
         Raises ValueError if their pages were not reserved.
         """
         self._check(layer)
-        full, length = self._lengths[layer] // self.layout.page_size, self._lengths[layer] + count
-        room = self._pages * self.layout.page_size
+        self._advance((layer,), self._lengths[layer], count)
+
+    def _advance(self, layers: Sequence[int], start: int, count: int) -> None:
+        """Counts ``count`` tokens that were written behind the first ``start`` ones of these layers."""
+        length, room = start + count, self._pages * self.layout.page_size
         if count < 0 or length > room:
-            raise ValueError(f"cannot advance by {count} from {self._lengths[layer]}: room for {room}")
-        self._lengths[layer] = length
-        for means in self._means:
-            start, end = means.missing(layer, length)
-            for part in self._span(layer, start, end) if start < end else ():
-                means.extend(layer, part)
-        for run, first, last in self._runs_of(full, length // self.layout.page_size):
-            self._pool.pack(run.slab, layer, first, last)
+            raise ValueError(f"cannot advance by {count} from {start}: room for {room}")
+        for layer in layers:
+            for means in self._means:
+                means.cut(layer, start)  # an interrupt may have left more
+                first, end = means.missing(layer, length)
+                for part in self._span(layer, first, end) if first < end else ():
+                    means.extend(layer, part)
+        # One assignment for all of them: an interrupt before it leaves every layer as it was.
+        self._lengths = [length if layer in layers else before for layer, before in enumerate(self._lengths)]
+        page = self.layout.page_size
+        for layer in layers:
+            for run, first_page, last_page in self._runs_of(start // page, length // page):
+                self._pool.pack(run.slab, layer, first_page, last_page)
 
     def fork(self, length: int, chunk_size: int | None = None, page_means: bool = False) -> SequenceKV:
         """Returns a new sequence of the store that begins with the first ``length`` tokens of this one.
@@ -247,16 +271,37 @@ class SequenceKV:
         self._check()
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate to {length}: {self.length} tokens are present")
-        whole, pages = length // self.layout.page_size, self.layout.pages(length)
-        for run, page, _ in list(self._runs_of(whole, pages)):
-            if self._pool.is_shared(run.slab, page):
-                copied = self._copied_page(length)
-                self._keep_pages(whole)
-                self._add_page(*copied)
+        copied = self._copied_page(length) if self._cuts_shared_page(length) else None
+        self._whole.clear()
         self._lengths = [length] * self.layout.layers
         for means in self._means:
             means.truncate(length)
-        self._keep_pages(pages)
+        if copied is not None:
+            self._replace_last_page(length // self.layout.page_size, *copied)
+        self._keep_pages(self.layout.pages(length))
+
+    def ends_at(self, length: int) -> bool:
+        """True if every layer has ``length`` tokens, and more can be appended, without ``truncate``.
+
+        False after an exception that ended an append to one layer after another, or a ``truncate``.
+        """
+        return {*self._lengths} == {length} and not self._cuts_shared_page(length)
+
+    def _cuts_shared_page(self, length: int) -> bool:
+        ends = length // self.layout.page_size, self.layout.pages(length)
+        return any(self._pool.is_shared(run.slab, page) for run, page, _ in self._runs_of(*ends))
+
+    def _replace_last_page(self, whole: int, slab: Slab, page: int) -> None:
+        """Puts a page in the place of all those behind the first ``whole`` ones."""
+        kept = [
+            _Run(run.slab, first, run.start, last - first) for run, first, last in self._runs_of(0, whole)
+        ]
+        dropped = [
+            (run.slab, number) for run, *ends in self._runs_of(whole, self._pages) for number in range(*ends)
+        ]
+        self._runs = [*kept, _Run(slab, page, whole, 1)]
+        for run_slab, number in dropped:
+            self._pool.give_back(run_slab, number)
 
     def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KeysValues]:
         """Returns views of the tokens ``start`` .. ``end`` (default: all) of ``layer``, in order.

@@ -38,12 +38,13 @@ class TransferCounters:
 class _WriteBack:
     """A pending write-back. It keeps what is copied alive until the copy has ended.
 
-    ``source``: the KV as it is. ``packed``: its full pages, where these are copied.
-    ``arrived``: the host buffer that it is copied to, ``[layers, 2, kv_heads, tokens, head_dim]``, and moved
+    ``start``: the position of its first token. ``source``: the KV as it is. ``packed``: its full pages, where
+    these are copied. ``arrived``: the host buffer that it is copied to, ``[layers, 2, kv_heads, tokens, head_dim]``, and moved
     to pages from; None: it is copied to its pages directly.
     """
 
     layers: range
+    start: int
     tokens: int
     source: Tensor
     written: Event
@@ -85,8 +86,8 @@ class TransferEngine:
         if not link.in_place:
             self._ring = StagingRing(link, sequence.layout, segment_tokens, ring_buffers)
         self._writes: deque[_WriteBack] = deque()
-        self._unwritten: list[Tensor] = []  # in place: given to `write_back`, less than a page
-        self._unwritten_tokens = 0
+        # In place: given to `write_back`, less than a page, each with the position of its first token.
+        self._unwritten: list[tuple[int, Tensor]] = []
         self._streams: deque[LayerStream] = deque()  # open and not read to their end, in order
         # A segment is first planned, then copied into a part of a slot, then read.
         self._planned: deque[_Segment] = deque()
@@ -144,22 +145,22 @@ class TransferEngine:
         count = layout.tokens_in(kv[0, 0], kv[0, 1])
         if not self.link.in_place:
             self.flush()
-        page, start = layout.page_size, self.sequence.length + self._unwritten_tokens
+        page, unwritten = layout.page_size, sum(kv.shape[3] for _, kv in self._unwritten)
+        start = self.sequence.length + unwritten
         first, end = start // page * page, layout.pages(start + count) * page
         if start == first or end > first + page or not self._unwritten:
             for layer in layers:  # MemoryError comes before any layer has the tokens
                 self.sequence.memory(layer, first, end)
         if self.link.in_place:
-            self._unwritten.append(kv.detach())
-            self._unwritten_tokens += count
-            if self._unwritten_tokens >= page:
+            self._unwritten.append((start, kv.detach()))
+            if unwritten + count >= page:
                 self.flush()
             return
         packed = kv.detach().contiguous()
         arrived = self._incoming.take(packed.shape)
         written = self._copy([(arrived, packed)], after=self.link.record_event(), to_host=True)
         self._incoming.hold(written)
-        self._writes.append(_WriteBack(layers, count, packed, written, arrived=arrived))
+        self._writes.append(_WriteBack(layers, start, count, packed, written, arrived=arrived))
 
     def write_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Appends ``[kv_heads, n, head_dim]`` on the link's device to ``layer``, which holds full pages only.
@@ -184,8 +185,19 @@ class TransferEngine:
         if whole < pages:
             pairs.append((self.sequence.open_page(layer, end), paged[whole:]))
         written = self._copy(pairs, after=self.link.record_event(), to_host=True)
-        self._writes.append(_WriteBack(range(layer, layer + 1), count, paged, written, stored))
+        self._writes.append(_WriteBack(range(layer, layer + 1), start, count, paged, written, stored))
         self.collect()
+
+    def abandon(self) -> None:
+        """Closes every stream. All slots of the ring are free, even those that an interrupt has lost."""
+        streams, self._streams = self._streams, deque()
+        copied, self._copied = self._copied, deque()
+        self._planned = deque()
+        for stream in streams:
+            stream._closed, stream._reading = True, None
+        self.counters.bytes_abandoned += sum(used.nbytes for _, used, _ in copied)
+        if self._ring is not None:
+            self._ring.release_all()
 
     def finish_compute(self) -> None:
         """Blocks the host until all compute enqueued so far has ended."""
@@ -236,10 +248,14 @@ class TransferEngine:
         while self._writes:
             self._finish_oldest_write()
         if self._unwritten:
-            kv = torch.cat(self._unwritten, dim=3)
-            self._unwritten, self._unwritten_tokens = [], 0
-            for layer, (keys, values) in enumerate(kv):
-                self.sequence.append(layer, keys, values)
+            try:
+                # An interrupt may have come between the append and the end of this call: then it is done.
+                if self.sequence.length == self._unwritten[0][0]:
+                    self.sequence.append_layers(torch.cat([kv for _, kv in self._unwritten], dim=3))
+            except Exception:
+                self._unwritten = []  # tokens that could not be stored are not committed
+                raise
+            self._unwritten = []
 
     def read(self, start: int, end: int) -> Tensor:
         """Returns the tokens ``start`` .. ``end`` on the link's device; see ``fetch``.
@@ -350,13 +366,23 @@ class TransferEngine:
                     later.written.synchronize()
             raise
         self.counters.wait_ms += 1e3 * (time.perf_counter() - start)
-        self._writes.popleft()
-        for at, layer in enumerate(write.layers):
-            if write.arrived is None:
+        try:
+            self._commit(write)
+        except Exception:
+            self._writes.popleft()  # tokens that could not be stored are not committed
+            raise
+        self._writes.popleft()  # an interrupt before this leaves it to be committed, or found committed
+
+    def _commit(self, write: _WriteBack) -> None:
+        """Counts the tokens of a write-back that has ended, unless they are counted already."""
+        if write.arrived is not None:
+            if self.sequence.length == write.start:
+                self.sequence.append_layers(write.arrived)
+            return
+        for layer in write.layers:
+            if self.sequence.layer_length(layer) == write.start:
                 self._replace_overflowing(layer, write)
                 self.sequence.advance(layer, write.tokens)
-            else:
-                self.sequence.append(layer, *write.arrived[at])
 
     def _replace_overflowing(self, layer: int, write: _WriteBack) -> None:
         """Copies those pages of a prompt that cannot be packed to the host as they are."""

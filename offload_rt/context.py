@@ -359,10 +359,10 @@ class Context:
         self._engine.check_open()
         if self.closed:
             raise UsageError("this context is closed: read the text again")
-        stream, self._stream = self._stream, None
-        if stream is not None:
+        if (stream := self._stream) is not None:
             stream.close()
             self._engine.rewind(self._sequence, self._sequence.start + len(stream.tokens))
+            self._stream = None  # last: an interrupt before it leaves the stream to be closed
 
     def close(self) -> None:
         """Gives the KV back. Idempotent."""

@@ -117,6 +117,12 @@ class FullCache:
         return self._tail.end
 
     @property
+    def whole(self) -> bool:
+        """Store and local layers have all tokens, once write-backs are flushed: no commit was interrupted."""
+        local = self.local.history.length if self.local.layers.kinds.local else self.verified_length
+        return self.sequence.length == local == self.verified_length
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of KV that are resident on the device."""
         return self._resident.nbytes
@@ -303,17 +309,23 @@ class FullCache:
         self.load_resident()
 
     def rewind(self, length: int) -> None:
-        """Forgets the tokens from position `length` on. Raises CopyFailed."""
+        """Forgets the tokens from position `length` on. Raises CopyFailed.
+
+        Whatever was interrupted before, in the store, the tiers or the local layers, is whole afterwards. It
+        may then have fewer tokens than `length`, and the others have to be read again.
+        """
         self.abandon()
         self._cancelled.clear()
         self.engine.flush()
-        # A commit that was interrupted may have given the local layers tokens that the tail has not.
+        length = min(length, self.sequence.length)
         if length != self.local.history.length:
             length = self._return_to_point(length)
-        if length < self.sequence.length:
+        elif self.local.layers.kinds.local:
+            self.local.restart(self.local.history)
+        if not self.sequence.ends_at(length):
             self.sequence.truncate(length)
-            for tier in (self._resident, *self._remote):
-                tier.truncate(length)
+        for tier in (self._resident, *self._remote):
+            tier.truncate(length)
         while self._points and self._points[-1].length > length:
             self._points.pop()
         self.start_from(length)
@@ -385,9 +397,9 @@ class FullCache:
             self.engine.flush()
         if self.sequence.length >= length:
             self.sequence.truncate(length)
-            return
-        self.sequence.truncate(self._tail.start)
-        self.engine.write_back(self._tail.buffer.kv[:, :, :, : self._tail.tokens].clone())
+        elif self.sequence.length >= self._tail.start:  # over a link, those of the tail were taken back
+            self.sequence.truncate(self._tail.start)
+            self.engine.write_back(self._tail.buffer.kv[:, :, :, : self._tail.tokens].clone())
 
     def load_resident(self) -> None:
         """Loads the KV that tiers keep on a device and lack, into memory that the prefill has used."""

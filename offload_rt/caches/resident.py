@@ -61,6 +61,7 @@ class ResidentTier(DeviceTier):
         if start != self.first:
             self.truncate(self.first)
             self.first = start
+        self.truncate(self.first + self.tokens)  # some layers may have more, of a load that was interrupted
         page, length = self._layout.page_size, self._engine.sequence.length
         begin, stop = start + self.tokens, min(start + self._capacity, length // page * page)
         if begin >= stop:

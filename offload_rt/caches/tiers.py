@@ -182,22 +182,15 @@ class StreamedTier(DeviceTier):
         self._engine.finish_compute()
 
     def abandon(self) -> None:
-        while self._passes:
-            # The newest pass first: otherwise it would be sent the room in the ring that the older one frees.
-            self._passes.pop().close()
+        self._passes.clear()
+        self._engine.abandon()
 
 
 class Tail:
-    """The newest tokens of the sequence on the device, and behind them the pending ones of a pass.
-
-    Attributes:
-        start: position of the first token in the sequence.
-        tokens: number of committed tokens, the first entries of `buffer`.
-    """
+    """The newest tokens of the sequence on the device, and behind them the pending ones of a pass."""
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
-        self.start = 0
-        self.tokens = 0
+        self._range = 0, 0  # position of the first token, and number of tokens: one assignment
         # Less than two pages wait for a stream to cover them, and the tokens of a pass follow.
         shape = (layout.layers, 2, layout.kv_heads, layout.page_size + 64, layout.head_dim)
         with torch.inference_mode(False):  # it may be made in that mode and used outside of it
@@ -208,6 +201,16 @@ class Tail:
         """Bytes for a page of committed tokens and a pass of so many, whose queries are kept too."""
         kept = queries * layout.layers * heads * layout.head_dim * layout.dtype.itemsize
         return (layout.page_size + queries) * layout.token_bytes + kept
+
+    @property
+    def start(self) -> int:
+        """Position of the first token in the sequence."""
+        return self._range[0]
+
+    @property
+    def tokens(self) -> int:
+        """Number of committed tokens, the first entries of `buffer`."""
+        return self._range[1]
 
     @property
     def end(self) -> int:
@@ -226,9 +229,11 @@ class Tail:
 
     def restart(self, start: int, kv: Tensor) -> None:
         """Moves to position `start`, with the committed tokens `[layers, 2, kv_heads, n, head_dim]`."""
-        self.start, self.tokens = start, kv.shape[3]
-        self.buffer = self.buffer.with_capacity(self.tokens)
-        self.buffer.kv[:, :, :, : self.tokens] = kv
+        count = kv.shape[3]
+        self._range = start, 0  # an interrupt leaves no tokens rather than others
+        self.buffer = self.buffer.with_capacity(count)
+        self.buffer.kv[:, :, :, :count] = kv
+        self._range = start, count
 
     def drop(self, start: int) -> None:
         """Forgets the tokens before position `start`."""
@@ -243,7 +248,7 @@ class Tail:
         committed = pending[:, :, :, : len(kept)]
         if list(kept) != list(range(len(kept))):
             committed.copy_(pending.index_select(3, to_device(kept, pending.device)))
-        self.tokens += len(kept)
+        self._range = self.start, self.tokens + len(kept)
         return committed.clone()
 
     def release(self) -> None:

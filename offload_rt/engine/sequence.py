@@ -204,9 +204,8 @@ class TokenSequence:
         self._ended = False
 
     def _release_caches(self) -> None:
-        for cache in self._caches:
-            cache.release()
-        self._caches = []
+        while self._caches:
+            self._caches.pop().release()  # in this order: an interrupt never gives memory to two owners
 
     def read(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         """Appends tokens. The full cache takes all but the sequence's last one, which opens the next round.
@@ -217,8 +216,8 @@ class TokenSequence:
         started = clock.now()
         # The last token is read, too, where others follow it.
         self.full.rewind(min(self.full.verified_length, before if tokens else max(0, before - 1)))
-        self.tokens += tokens
         try:
+            self.tokens += tokens
             self._read(progress)
         except BaseException:
             self.rewind(before)
@@ -242,6 +241,9 @@ class TokenSequence:
         """Returns its tokens and their KV as a prefix, which shares the pages; see `KVPrefix` for `lock`."""
         self.engine.flush()
         length = min(self.full.verified_length, len(self.tokens))
+        if not self.full.whole:  # a step was interrupted
+            self.full.rewind(length)
+            length = self.full.verified_length
         kv = self._kv.fork(length, *kept_means(self.planned))
         return KVPrefix(list(self.tokens), kv, self.full.points(length), self.target, lock)
 
