@@ -56,7 +56,7 @@ class Sizes:
     config: Mapping[str, object] = field(default_factory=lambda: dict(ON_CUDA))
 
 
-SIZES = {"full": Sizes(), "quick": Sizes("quick", limit_s=240, locked_bytes=9 * GIB // 4)}
+SIZES = {"full": Sizes(), "quick": Sizes("quick", limit_s=100, locked_bytes=9 * GIB // 4)}
 
 
 @dataclass(frozen=True)
