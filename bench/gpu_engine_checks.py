@@ -200,8 +200,8 @@ def two_gpus(given: Given) -> Iterator[Row]:
     queries = torch.randn(32, 17, HEAD_DIM, dtype=torch.bfloat16, device=device)
 
     def exchange() -> None:
-        with torch.cuda.stream(device_streams(other).remote):
-            back.copy(there.copy(queries))
+        home, remote = torch.cuda.current_stream(device), device_streams(other).remote
+        back.copy(there.copy(queries, home, remote), remote, home)
 
     with linked(device) as (_, ours), linked(other) as (_, theirs):
         ms, _ = behind([ours, theirs], torch.cuda.current_stream(device), exchange)

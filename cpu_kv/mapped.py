@@ -223,28 +223,36 @@ class PeerCopies:
             views = [device_view(self._host, device) for device in (source, destination)]
         self._buffers = deque((*pair, torch.cuda.Event()) for pair in zip(*views, strict=True))
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Returns a copy of ``tensor`` on the destination.
+    def copy(self, tensor: Tensor, sending: torch.cuda.Stream, receiving: torch.cuda.Stream) -> Tensor:
+        """Returns a copy of ``tensor`` on the destination. The host does not wait.
 
-        The current stream of the source reads it, and the current stream of the destination waits for it. The
-        host does not wait.
+        ``sending``: the stream of the source that writes ``tensor``, and sends it.
+        ``receiving``: the stream of the destination that waits for the copy and reads it. The streams are
+        named because current ones do not tell them apart where both are on one device.
         """
-        sending = torch.cuda.current_stream(self._source)
-        receiving = torch.cuda.current_stream(self._destination)
         if tensor.nbytes > self.MOST_BYTES:
-            return torch.empty_like(tensor, device=self._destination).copy_(tensor, non_blocking=True)
+            return self._copy_by_driver(tensor, sending, receiving)
         with self._lock:
             written, read, emptied = self._buffers.popleft()
             size = tensor.nbytes
             sending.wait_event(emptied)
-            computed_copy(tensor, out=written[:size].view(tensor.dtype).view(tensor.shape))
-            arrived = torch.cuda.Event()
-            arrived.record(sending)
-            receiving.wait_event(arrived)
-            there = computed_copy(read[:size].view(tensor.dtype))
+            with torch.cuda.stream(sending):
+                computed_copy(tensor, out=written[:size].view(tensor.dtype).view(tensor.shape))
+            receiving.wait_event(sending.record_event())
+            with torch.cuda.stream(receiving):
+                there = computed_copy(read[:size].view(tensor.dtype))
             emptied.record(receiving)
             self._buffers.append((written, read, emptied))
         return there.view(tensor.shape)
+
+    def _copy_by_driver(
+        self, tensor: Tensor, sending: torch.cuda.Stream, receiving: torch.cuda.Stream
+    ) -> Tensor:
+        receiving.wait_event(sending.record_event())
+        with torch.cuda.stream(receiving):
+            there = torch.empty_like(tensor, device=self._destination).copy_(tensor, non_blocking=True)
+        sending.wait_event(receiving.record_event())  # the memory of `tensor` may be reused afterwards
+        return there
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:

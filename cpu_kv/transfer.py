@@ -39,8 +39,8 @@ class _WriteBack:
     """A pending write-back. It keeps what is copied alive until the copy has ended.
 
     ``start``: the position of its first token. ``source``: the KV as it is. ``packed``: its full pages, where
-    these are copied. ``arrived``: the host buffer that it is copied to, ``[layers, 2, kv_heads, tokens, head_dim]``, and moved
-    to pages from; None: it is copied to its pages directly.
+    these are copied. ``arrived``: the host buffer that it is copied to, ``[layers, 2, kv_heads, tokens,
+    head_dim]``, and moved to pages from; None: it is copied to its pages directly.
     """
 
     layers: range

@@ -53,6 +53,11 @@ class MachineCodec(PageCodec):
         self._kernel = kernel
 
     def encode(self, shape: PackedShape, pages: Tensor) -> Tensor:
+        if pages.is_cuda and use_triton() is None:
+            from offload_rt.attention import triton_pages  # Triton is not in every installation
+
+            with torch.cuda.device(pages.device):
+                return triton_pages.encode(shape, pages)
         if self._kernel is None or pages.device.type != "cpu":
             return super().encode(shape, pages)
         packed = pages.new_empty(len(pages), shape.nbytes, dtype=torch.uint8)

@@ -59,9 +59,9 @@ class SecondDevice:
         """
         if self.device.type != "cuda":
             return tensors
-        with self.on_stream():
-            data = self._copies[0].copy(packed(tensors) if len(tensors) > 1 else tensors[0])
-            return unpacked(data, [(one.shape, one.dtype) for one in tensors]) if len(tensors) > 1 else [data]
+        data = packed(tensors) if len(tensors) > 1 else tensors[0]
+        there = self._copies[0].copy(data, torch.cuda.current_stream(self.home), self._stream)
+        return unpacked(there, [(one.shape, one.dtype) for one in tensors]) if len(tensors) > 1 else [there]
 
     def start(self, work: Callable[[], Tensor]) -> Future[Tensor]:
         """Starts work in the device's thread, and on its stream."""
@@ -79,8 +79,7 @@ class SecondDevice:
         result = started.result()
         if self.device.type != "cuda":
             return result
-        with self.on_stream():
-            return self._copies[1].copy(result)
+        return self._copies[1].copy(result, self._stream, torch.cuda.current_stream(self.home))
 
     def close(self) -> None:
         """Waits for the work that was started, and ends the thread. Idempotent."""

@@ -258,7 +258,12 @@ def _wrong_merging(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_stream_for_results(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SecondDevice, "finish", lambda second, started: second._copies[1].copy(started.result()))
+    def finish(second: SecondDevice, started: Any) -> Any:
+        """Sends the result from another stream than it is computed in."""
+        others = torch.cuda.Stream(second.device), torch.cuda.current_stream(second.home)
+        return second._copies[1].copy(started.result(), *others)
+
+    patch.setattr(SecondDevice, "finish", finish)
 
 
 Break = Callable[[pytest.MonkeyPatch], object]

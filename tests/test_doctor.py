@@ -60,6 +60,23 @@ def test_it_is_measured_once_unless_asked_again(measure: Mock, monkeypatch: pyte
     assert measure.call_count == 2
 
 
+def test_inference_mode_of_the_caller_is_left_while_it_is_measured(
+    become: Become, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of the measurements are not in it, and could not write to its tensors."""
+    become({"gpus": ()})
+    modes = list[bool]()
+
+    def measured(*given: object) -> object:
+        modes.append(torch.is_inference_mode_enabled())
+        return HEALTHY.hardware.host
+
+    monkeypatch.setattr(inspection.measuring, "measure_host", measured)
+    with torch.inference_mode():
+        inspect()
+    assert modes == [False]
+
+
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[]", b'{"hardware": {}}', None])
 def test_a_corrupt_or_foreign_file_is_replaced(measure: Mock, tmp_path: Path, content: bytes | None) -> None:
     inspect()

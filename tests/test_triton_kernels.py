@@ -94,13 +94,15 @@ def test_merging(
     scale=st.sampled_from([0.0, 1.0, 4.0]),
     seed=st.integers(0, 2**32),
 )
-def test_unpacking(shape: PackedShape, pages: int, side: int, scale: float, seed: int) -> None:
+def test_packing_and_unpacking(shape: PackedShape, pages: int, side: int, scale: float, seed: int) -> None:
     """Of normal values, and of some that are far below the largest of their channels."""
     generator = torch.Generator().manual_seed(seed)
     sizes = (pages, 2, shape.kv_heads, shape.page_size, shape.head_dim)
     values, tiny = (torch.randn(sizes, generator=generator) for _ in range(2))
     values = torch.where(tiny.abs() < 0.01 * scale, values * 2.0**-20, values).to(torch.bfloat16)
     packed = PageCodec().encode(shape, values)
+    whole = slice(None) if len(values) else slice(0)
+    assert torch.equal(triton_pages.encode(shape, values.to(DEVICE)).cpu()[whole], packed[whole])
     expected = torch.empty_like(values[:, side:].contiguous())
     PageCodec().decode(shape, packed, expected, side)
     found = torch.empty_like(expected, device=DEVICE)
@@ -201,6 +203,38 @@ def test_attention_over_quantised_entries(
         close(lse, scores.logsumexp(-1), dtype)
 
 
+@settings(WIDE, max_examples=12)
+@given(
+    dtype=DTYPES,
+    bits=st.sampled_from([8, 4]),
+    groups=st.integers(1, 3),
+    dim=st.sampled_from([16, 64, 80]),
+    seed=st.integers(0, 100),
+)
+def test_quantising(dtype: torch.dtype, bits: int, groups: int, dim: int, seed: int) -> None:
+    """Rows with gaps between them; channels far from zero, or of one value.
+
+    On a GPU bit by bit as the plain form. The interpreter cuts bfloat16 off instead of rounding it.
+    """
+    draw, heads, tokens = Draw(seed), 2, groups * GROUP
+    entries = draw(2, heads, tokens + 8, dim + 16, dtype=dtype)[:, :, 8:, :dim]
+    entries[..., 3] += 100
+    entries[..., 5] = 0.5
+    memory = QuantizedKV.empty(KVLayout(2, heads, dim, dtype), 4 * GROUP, bits, torch.device(DEVICE))
+    found, wanted = (memory.layer(at).first(tokens) for at in range(2))
+    triton_operators.quantize_(*entries, *found)
+    operators.quantize_(*entries, *wanted)
+    if DEVICE == "cuda":
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    sides = zip(
+        found.dequantized(torch.float32), wanted.dequantized(torch.float32), entries.float(), strict=True
+    )
+    for (one, other, true), axis in zip(sides, (1, 2), strict=True):
+        step = (true.amax(axis, keepdim=True) - true.amin(axis, keepdim=True)) / (2**bits - 1)
+        off = 0.52 * step + true.abs().amax(axis, keepdim=True) / 100
+        assert bool(((one - true).abs() <= off).all()) and bool(((other - true).abs() <= off).all())
+
+
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -263,7 +297,13 @@ def test_the_check_that_comes_before_their_use_finds_a_kernel_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     triton_operators.check(DEVICE)
-    right = triton_operators.combine
+    right, decode = triton_operators.combine, triton_pages.decode
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            triton_pages, "decode", lambda shape, packed, out: decode(shape, packed, out) or out.neg_()
+        )
+        with pytest.raises(RuntimeError, match="packs or unpacks pages otherwise"):
+            triton_operators.check(DEVICE)
     for wrong in (
         lambda *arguments: tuple(1.1 * one for one in right(*arguments)),
         lambda *arguments: tuple(one.nan_to_num(0) * 0 for one in right(*arguments)),

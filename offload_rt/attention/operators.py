@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload_rt.attention.quantized import QuantizedLayer
+from offload_rt.attention.quantized import GROUP, QuantizedLayer, encoded, packed
 
 MAX_EXPONENT = 80.0
 """Largest exponent of a mass relative to its reference: a little more overflows float32."""
@@ -156,6 +156,28 @@ def attend_quantized(
     return (weights.to(values.dtype) @ values)[None], lse[None]
 
 
+def quantize_(
+    keys: Tensor,
+    values: Tensor,
+    key_codes: Tensor,
+    key_ranges: Tensor,
+    value_codes: Tensor,
+    value_ranges: Tensor,
+) -> None:
+    """Writes keys and values `[kv_heads, tokens, head_dim]`, whole groups, to a `QuantizedLayer` of so many.
+
+    Head by head: what it needs besides takes ten times the memory of a head.
+    """
+    for x, y, *into in zip(keys, values, key_codes, key_ranges, value_codes, value_ranges, strict=True):
+        layer = QuantizedLayer(*into)
+        codes, zero, step = encoded(x.unflatten(0, (-1, GROUP)), 1, layer.bits)
+        layer.key_codes.copy_(packed(codes.flatten(0, 1), layer.bits))
+        layer.key_ranges.copy_(torch.cat([zero, step], 1))
+        codes, zero, step = encoded(y, 1, layer.bits)
+        layer.value_codes.copy_(packed(codes, layer.bits))
+        layer.value_ranges.copy_(torch.cat([zero, step], 1))
+
+
 _SCHEMAS: dict[Callable[..., Any], str] = {
     combine: "(Tensor parts, Tensor lses, Tensor? out, Tensor? lse) -> (Tensor, Tensor)",
     chunk_mass_: "(Tensor(a!) mass, Tensor queries, Tensor keys, Tensor reference, float scale,"
@@ -164,6 +186,8 @@ _SCHEMAS: dict[Callable[..., Any], str] = {
     " Tensor queries, Tensor keys, Tensor reference, float scale, int period, int step) -> (Tensor, Tensor)",
     attend_quantized: "(Tensor queries, Tensor key_codes, Tensor key_ranges, Tensor value_codes,"
     " Tensor value_ranges, Tensor? count, float scale) -> (Tensor, Tensor)",
+    quantize_: "(Tensor keys, Tensor values, Tensor(a!) key_codes, Tensor(b!) key_ranges,"
+    " Tensor(c!) value_codes, Tensor(d!) value_ranges) -> ()",
     add_mass_: "(Tensor(a!) scores, Tensor mass, Tensor reference, Tensor lse, float decay, int period,"
     " int step) -> ()",
 }

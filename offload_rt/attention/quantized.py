@@ -63,12 +63,7 @@ class QuantizedLayer(NamedTuple):
             and kernel.supports_quantized(keys, into)
         ):
             return kernel.quantize(keys, values, into)
-        codes, zero, step = encoded(keys.unflatten(1, (-1, GROUP)), 2, self.bits)
-        into.key_codes.copy_(packed(codes.flatten(1, 2), self.bits))
-        into.key_ranges.copy_(torch.cat([zero, step], 2))
-        codes, zero, step = encoded(values, 2, self.bits)
-        into.value_codes.copy_(packed(codes, self.bits))
-        into.value_ranges.copy_(torch.cat([zero, step], 2))
+        torch.ops.offload_rt.quantize_(keys, values, *into)
         return None
 
     def dequantized(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

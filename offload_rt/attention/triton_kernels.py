@@ -5,22 +5,27 @@ mass of a block of keys each. Folded rows, sampled queries and chunks are those 
 
 `_quantized` attends to keys and values of 8 or 4 bits: a program takes a tile of queries of a key head over
 some consecutive groups of tokens. It goes through the two halves of the dimensions apart: they share bytes.
+`_quantize` makes them: a program takes a group of tokens of a head, and needs no memory besides.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from offload_rt.attention import operators
+from offload_rt.attention import operators, quantized
 
 # Values that change from pass to pass. Triton would compile a kernel for each that is 1 or divisible by 16.
 VARIES = ["pages", "queries", "rows", "period", "step", "offset", "sampled", "sampled_rows", "folded"]
 VARIES += ["tokens", "groups_each"]
 VARIES += ["blocks", "all_blocks", "chunks", "score_stride", "mass_head_stride", "mass_row_stride"]
 MAX_EXPONENT: Any = tl.constexpr(operators.MAX_EXPONENT)
+SLACK: Any = tl.constexpr(quantized.SLACK)
+SMALLEST_STEP: Any = tl.constexpr(float(torch.finfo(torch.bfloat16).tiny))
+TO_WHOLE: Any = tl.constexpr(1.5 * 2.0**23)  # added and taken off, it rounds a float32 to a whole number
 
 
 # fmt: off
@@ -206,4 +211,58 @@ def _quantized(
     tl.store(place, (low_sum / whole[:, None]).to(kind), mask=valid)
     tl.store(place + half, (high_sum / whole[:, None]).to(kind), mask=valid)
     tl.store(lse + at, tl.where(total == 0.0, float("-inf"), peak + tl.log(whole)), mask=row < rows)
+
+
+@triton.jit
+def _range(low, high, MOST: tl.constexpr):
+    """Returns the zero and the step of a range in bfloat16, see `quantized.encoded`."""
+    zero = (low - tl.abs(low) * SLACK).to(tl.bfloat16)
+    return zero, ((high - zero.to(tl.float32)) * ((1 + 2 * SLACK) / MOST)).to(tl.bfloat16)
+
+
+@triton.jit
+def _codes(x, zero, step, MOST: tl.constexpr):
+    far = tl.div_rn(x - zero.to(tl.float32), tl.maximum(step.to(tl.float32), SMALLEST_STEP))
+    far = tl.minimum(tl.maximum(far, 0.0), MOST)
+    return (far + TO_WHOLE - TO_WHOLE).to(tl.uint8)
+
+
+@triton.jit
+def _quantize(
+    x, codes, ranges, dim, head_stride, row_stride, code_head_stride, code_row_stride, range_head_stride,
+    BY_CHANNEL: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+):
+    group, head, half = tl.program_id(0), tl.program_id(1), dim // 2
+    MOST: tl.constexpr = 2**BITS - 1
+    token, column = group * GROUP + tl.arange(0, GROUP), tl.arange(0, HALF)
+    valid = (column < half)[None, :]
+    place = x + head.to(tl.int64) * head_stride + token[:, None] * row_stride + column[None, :]
+    first = tl.load(place, mask=valid, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=valid, other=0.0).to(tl.float32)
+    ranges += head.to(tl.int64) * range_head_stride
+    if BY_CHANNEL:
+        zero, step = _range(tl.min(first, 0), tl.max(first, 0), MOST)
+        other_zero, other_step = _range(tl.min(second, 0), tl.max(second, 0), MOST)
+        ranges += group * 2 * dim + column
+        tl.store(ranges, zero, mask=column < half)
+        tl.store(ranges + half, other_zero, mask=column < half)
+        tl.store(ranges + dim, step, mask=column < half)
+        tl.store(ranges + dim + half, other_step, mask=column < half)
+        low = _codes(first, zero[None, :], step[None, :], MOST)
+        high = _codes(second, other_zero[None, :], other_step[None, :], MOST)
+    else:
+        infinity = float("inf")
+        least = tl.minimum(tl.where(valid, first, infinity), tl.where(valid, second, infinity))
+        most = tl.maximum(tl.where(valid, first, -infinity), tl.where(valid, second, -infinity))
+        zero, step = _range(tl.min(least, 1), tl.max(most, 1), MOST)
+        tl.store(ranges + token * 2, zero)
+        tl.store(ranges + token * 2 + 1, step)
+        low = _codes(first, zero[:, None], step[:, None], MOST)
+        high = _codes(second, zero[:, None], step[:, None], MOST)
+    codes += head.to(tl.int64) * code_head_stride + token[:, None] * code_row_stride + column[None, :]
+    if BITS == 4:
+        tl.store(codes, low | (high << 4), mask=valid)
+    else:
+        tl.store(codes, low, mask=valid)
+        tl.store(codes + half, high, mask=valid)
 # fmt: on

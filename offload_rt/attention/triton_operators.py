@@ -14,9 +14,10 @@ import triton
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.attention import operators
+from cpu_kv.packed import PackedShape, PageCodec
+from offload_rt.attention import operators, triton_pages
 from offload_rt.attention.quantized import GROUP, QuantizedKV, QuantizedLayer
-from offload_rt.attention.triton_kernels import _add_mass, _quantized, _segment
+from offload_rt.attention.triton_kernels import _add_mass, _quantize, _quantized, _segment
 
 PAGES_AT_A_TIME = 16
 TOKENS_AT_A_TIME = 64
@@ -177,6 +178,33 @@ def attend_quantized(
     return out, lse
 
 
+def quantize_(
+    keys: Tensor,
+    values: Tensor,
+    key_codes: Tensor,
+    key_ranges: Tensor,
+    value_codes: Tensor,
+    value_ranges: Tensor,
+) -> None:
+    """See `operators.quantize_`."""
+    into = QuantizedLayer(key_codes, key_ranges, value_codes, value_ranges)
+    heads, tokens, dim = keys.shape
+    fits = key_ranges[0].is_contiguous() and value_ranges[0].is_contiguous() and not dim % 2
+    fits &= all(one.stride(-1) == 1 for one in (keys, values, key_codes, value_codes))
+    if not fits or keys.dtype == torch.float64:
+        return operators.quantize_(keys, values, *into)
+    for x, codes, ranges in ((keys, key_codes, key_ranges), (values, value_codes, value_ranges)):
+        with _on_device_of(x):
+            _quantize[(tokens // GROUP, heads)](
+                *(x, codes, ranges, dim, *x.stride()[:2], *codes.stride()[:2], ranges.stride(0)),
+                BY_CHANNEL=x is keys,
+                BITS=into.bits,
+                HALF=triton.next_power_of_2(dim // 2),
+                GROUP=GROUP,
+            )
+    return None
+
+
 def _can_combine(parts: Tensor, lses: Tensor) -> bool:
     """Returns whether the kernel supports these strides and dtypes."""
     return parts.stride(-1) == 1 and lses.dtype == torch.float32
@@ -258,11 +286,27 @@ def check(device: str = "cuda") -> None:
         close([scores[0]], [scores[1]])
     for bits in (8, 4):
         kv = QuantizedKV.empty(KVLayout(1, heads, dim, half), 10 * GROUP, bits, torch.device(device)).layer(0)
-        kv.put(*draw(2, heads, 10 * GROUP, dim, dtype=half))
+        given_keys, given_values = draw(2, heads, 10 * GROUP, dim, dtype=half)
+        operators.quantize_(given_keys, given_values, *kv)
+        as_wanted = kv.dequantized(torch.float32)
+        quantize_(given_keys, given_values, *kv)
+        close(kv.dequantized(torch.float32), as_wanted)
         for seen in (None, torch.tensor(9 * GROUP, device=device)):
             given = queries, *kv, seen, dim**-0.5
             merged = combine(*attend_quantized(*given))
             close(merged, operators.combine(*operators.attend_quantized(*given)))
+    _check_pages(draw(2, 2, heads, tokens, dim, dtype=torch.bfloat16))
+
+
+def _check_pages(pages: Tensor) -> None:
+    """Compares packing and unpacking with the plain form, bit by bit; the second page cannot be packed."""
+    codec, shape = PageCodec(), PackedShape(*pages.shape[2:])
+    pages[0, :, :, ::7, ::3] *= 2.0**-30
+    pages[1, :, :, ::2] *= 2.0**-30
+    packed, there = triton_pages.encode(shape, pages), torch.empty_like(pages[:1])
+    triton_pages.decode(shape, packed[:1], there)
+    if not (torch.equal(packed, codec.encode(shape, pages)) and torch.equal(there, pages[:1])):
+        raise RuntimeError("a kernel packs or unpacks pages otherwise than its plain form")
 
 
 def close(found: Any, wanted: Any) -> None:

@@ -23,6 +23,18 @@ _Places = slice | tuple[Tensor, Tensor]
 """Entries of a layer, the same for every head; or heads and chunk slots."""
 
 
+PORTION_BYTES = 2**25
+"""Bytes of KV that are gathered at once."""
+
+PENDING_BYTES = 2**26
+"""Bytes of gathered KV that may be on their way from the host at a time, besides one portion."""
+
+
+def gathering_bytes(layer_bytes: int) -> int:
+    """Bytes on the device for gathering chunks, of so many bytes in a layer, to the entries of a cache."""
+    return min(2 * layer_bytes, PENDING_BYTES + 2 * PORTION_BYTES)
+
+
 class ChosenChunks(NamedTuple):
     """The chunks chosen for the KV heads of a layer, `[3, n]`: chunk number (rising), head, slot of the head.
 
@@ -158,6 +170,7 @@ class RetrievalRefresh:
         entries = layout.entries + layout.quantized
         self._missing = len(self._layers) * engine.sequence.layout.kv_heads * entries
         self._pending: deque[tuple[int, _Places, PendingCopy]] = deque()
+        self._pending_bytes = 0
 
     @property
     def complete(self) -> bool:
@@ -178,8 +191,12 @@ class RetrievalRefresh:
     def _write_pending(self, end: int) -> None:
         """Writes the entries that were sent for layers before `end`, and frees the memory they came in."""
         while self._pending and self._pending[0][0] < end:
-            layer, places, sent = self._pending.popleft()
-            self._write(self._engine.await_copy(sent), layer, places)
+            self._write_oldest()
+
+    def _write_oldest(self) -> None:
+        layer, places, sent = self._pending.popleft()
+        self._pending_bytes -= sent.there.nbytes
+        self._write(self._engine.await_copy(sent), layer, places)
 
     def _write(self, kv: Tensor, layer: int, places: _Places) -> None:
         """Writes keys and values on the device, `[2, …]`, to entries."""
@@ -243,15 +260,23 @@ class RetrievalRefresh:
         first, per_page = start // chunk, tokens // chunk
         low = bisect_left(self._numbers, first)
         high = bisect_left(self._numbers, first + pages * per_page)
-        if low == high:
-            return
+        most = max(1, PORTION_BYTES // (2 * chunk * dim * keys.itemsize))
+        for at in range(low, high, most):
+            self._take_portion(layer, first, keys, values, slice(at, min(at + most, high)), over_link)
+
+    def _take_portion(
+        self, layer: int, first: int, keys: Tensor, values: Tensor, which: slice, over_link: bool
+    ) -> None:
+        """Takes some of the chosen chunks of a layer, from KV whose first chunk is `first`."""
+        chunk, (_, _, tokens, dim) = self._chunk, keys.shape
+        per_page, count = tokens // chunk, which.stop - which.start
         # KV in host memory is picked by the host's copy of the choice, without asking the device.
-        numbers, heads, _ = (self._on_host if over_link else self._on_device)[:, low:high]
+        numbers, heads, _ = (self._on_host if over_link else self._on_device)[:, which]
         page, at = (numbers - first) // per_page, (numbers - first) % per_page
         pick = _picking(keys, values, chunk, page, heads, at)
-        self._missing -= (high - low) * chunk
-        _, *places = self._on_device[:, low:high]  # heads and slots
-        self._transfer((2, high - low, chunk, dim), pick, layer, tuple(places), over_link)
+        self._missing -= count * chunk
+        _, *places = self._on_device[:, which]  # heads and slots
+        self._transfer((2, count, chunk, dim), pick, layer, tuple(places), over_link)
 
     def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
         layout = self.layout
@@ -282,7 +307,10 @@ class RetrievalRefresh:
     ) -> None:
         """Writes what `fill` puts into memory of this shape to the entries at `places`, without waiting."""
         if over_link:
-            self._pending.append((layer, places, self._engine.send(shape, fill)))
+            self._pending.append((layer, places, sent := self._engine.send(shape, fill)))
+            self._pending_bytes += sent.there.nbytes
+            while self._pending_bytes > PENDING_BYTES:
+                self._write_oldest()
         else:
             packed = self.buffer.memory.new_empty(shape)
             fill(packed)

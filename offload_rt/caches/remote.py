@@ -175,6 +175,7 @@ class GpuAttention(RemoteAttention):
         self._backend = choose_backend(device)
         self._resident = ResidentTier(engine, tier.resident_tokens, packed=packed)
         self._passes: deque[tuple[int, int, Future[LayerStream]]] = deque()  # resident start, stop; stream
+        self._home = home
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # One for all sequences: torch's allocator keeps the memory freed by one of them for the next.
@@ -196,8 +197,7 @@ class GpuAttention(RemoteAttention):
         self, layer: int, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None = None
     ) -> Future[Results]:
         if self._stream is not None:
-            with self._on_stream():
-                queries = self._queries.copy(queries)
+            queries = self._queries.copy(queries, torch.cuda.current_stream(self._home), self._stream)
 
         def work() -> Results:
             total = AttentionSum(self._backend, queries, self.engine.sequence.layout.kv_heads, scale, chunk)
@@ -218,7 +218,8 @@ class GpuAttention(RemoteAttention):
         if self._stream is None:
             return results
         with self._on_stream():
-            data = self._results.copy(packed(results))
+            data = packed(results)
+        data = self._results.copy(data, self._stream, torch.cuda.current_stream(self._home))
         return unpacked(data, [(result.shape, result.dtype) for result in results])
 
     def abandon(self) -> None:

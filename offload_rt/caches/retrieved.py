@@ -20,7 +20,7 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, KVBuffer, QuantizedSize
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import ChosenChunks, EntryLayout, RetrievalRefresh
-from offload_rt.caches.selection import AttentionScores, Selection, choose_chunks
+from offload_rt.caches.selection import AttentionScores, Selection, choose_chunks, choose_of_layers
 from offload_rt.config import RefreshPolicy
 from offload_rt.host import PendingRead
 
@@ -231,8 +231,8 @@ class RetrievedCache(BoundedCache):
         if not count:
             return lambda layer: ChosenChunks.of(torch.empty(3, 0, dtype=torch.long), device)
         if device.type == "cuda" and isinstance(selection, AttentionScores):
-            # On the device, for all layers at once: on the host it would take 10 ms per layer at 128K.
-            on_device = choose_chunks(selection.values[:, :, :end], count)
+            # On the device, for all layers now: on the host it would take 10 ms per layer at 128K.
+            on_device = choose_of_layers(selection.values[:, :, :end], count)
             on_host, here = PendingRead(on_device), on_device.device == device
             return lambda layer: ChosenChunks(on_host.wait()[layer], on_device[layer] if here else None)
         scores = selection.scores(queries, self._source.scale)

@@ -20,6 +20,12 @@ LAST_QUERIES = 8
 DECAY = 0.8
 """Factor on older attention mass in each verification. Measured: 0.5 to 0.9 differ little."""
 
+BYTES_PER_SCORE = 37
+"""Bytes that `choose_chunks` needs at its peak for each score, counted on a CPU (36.4) and an H200."""
+
+CHOOSING_BYTES = 2**26
+"""Bytes that choosing on a device may need, for one layer at least."""
+
 Scores = Callable[[int], Tensor]
 """Returns the scores of a layer's chunks, `[kv_heads, chunks]` float32 on the host; thread-safe."""
 
@@ -168,6 +174,27 @@ def choose_chunks(scores: Tensor, count: int) -> Tensor:
     chunks = torch.cat([best.new_zeros(*best.shape[:-1], 1), best], dim=-1)
     numbers, order = chunks.flatten(-2).sort(dim=-1, stable=True)
     return torch.stack([numbers, order // count, order % count], dim=-2)
+
+
+def choose_of_layers(scores: Tensor, count: int) -> Tensor:
+    """Does `choose_chunks` with scores of all layers, in portions that need little memory at a time.
+
+    Args:
+        scores: `[layers, kv_heads, chunks]`.
+    """
+    _, heads, chunks = scores.shape
+    return torch.cat([choose_chunks(some, count) for some in scores.split(layers_at_a_time(heads, chunks))])
+
+
+def choosing_bytes(layers: int, heads: int, chunks: int, count: int) -> int:
+    """Bytes that `choose_of_layers` needs on the device: its temporaries, and the choice itself twice."""
+    portion = min(layers, layers_at_a_time(heads, chunks))
+    return BYTES_PER_SCORE * portion * heads * chunks + 2 * 24 * layers * heads * count
+
+
+def layers_at_a_time(heads: int, chunks: int) -> int:
+    """Number of layers whose chunks are chosen at once."""
+    return max(1, CHOOSING_BYTES // (BYTES_PER_SCORE * heads * max(1, chunks)))
 
 
 def top_chunks(scores: Tensor, count: int, first: int = 1) -> Tensor:

@@ -14,8 +14,9 @@ from offload_rt.attention.quantized import QuantizedKV
 from offload_rt.caches.bounded import SPECULATIVE_ENTRIES, BoundedCache
 from offload_rt.caches.buffers import mean_slots_for
 from offload_rt.caches.local import LocalState
+from offload_rt.caches.refresh import gathering_bytes
 from offload_rt.caches.retrieved import RetrievedCache, RetrievedSize
-from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, Selection
+from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, Selection, choosing_bytes
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.split import ModelLayers, SourceLayers, SplitCache
 from offload_rt.caches.streaming import StreamingCache
@@ -287,6 +288,12 @@ class RetrievedLevel(ModelLevel):
         if self.config.retrieval.select != "mean_keys":
             chunks = tokens // self.config.retrieval.chunk
             memory["scores"] = AttentionScores.nbytes(target.layout(1), target.heads, chunks)
+            if not sizes.in_place:
+                count = self.config.retrieval.budget // self.config.retrieval.chunk
+                memory["scores"] += choosing_bytes(target.paged_layers, target.kv_heads, chunks, count)
+        if not sizes.in_place:
+            layer_bytes = self.config.retrieval.budget * target.layout(1).layer_token_bytes
+            memory["gathering"] = gathering_bytes(layer_bytes)
         return memory
 
     def cache_bytes(self, sizes: Sizes) -> int:

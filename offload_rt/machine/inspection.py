@@ -107,6 +107,7 @@ def _usable(gpus: Sequence[Gpu], device: torch.device, loaded_bytes: int) -> Gpu
     return replace(gpus[index], memory_bytes=min(free, allowed) + reserved - allocated + loaded_bytes)
 
 
+@torch.inference_mode(False)  # a caller may be in it, but threads that measure are not
 def _measure(
     host: HostFacts, gpus: tuple[GpuFacts, ...], on_progress: OnProgress
 ) -> tuple[Hardware, tuple[Link, ...]]:

@@ -36,8 +36,9 @@ class RemoteMlp(torch.nn.Module):
             return out
         stream = torch.cuda.current_stream(self._home)
         there, back = _peer_copies(stream, self._home, self._gpu)
-        with torch.cuda.stream(follower(stream, self._gpu)):
-            return back.copy(self.block(there.copy(hidden)))
+        with torch.cuda.stream(other := follower(stream, self._gpu)):
+            result = self.block(there.copy(hidden, stream, other))
+        return back.copy(result, other, stream)
 
 
 @cache

@@ -115,20 +115,23 @@ def test_more_small_copies_than_buffers_disturb_one_another_never() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("torch.cuda.device_count() < 2")
-def test_between_two_devices() -> None:
-    """More at a time than there are buffers, in the streams that are current, small and large."""
-    here, other = torch.device("cuda", 0), torch.device("cuda", 1)
+@pytest.mark.parametrize("number", [0, 1])
+def test_between_streams_of_two_devices_and_of_one(number: int) -> None:
+    """More at a time than there are buffers, small and large."""
+    if number >= torch.cuda.device_count():
+        pytest.skip("there is one GPU")
+    here, other = torch.device("cuda", 0), torch.device("cuda", number)
     copies, used = PeerCopies(here, other), engines_used()
-    stream = torch.cuda.Stream(other)
-    with torch.cuda.stream(stream):
+    sending, receiving = torch.cuda.Stream(here), torch.cuda.Stream(other)
+    with torch.cuda.stream(sending):
         sources = [torch.full((5, 8), float(number), device=here) for number in range(3 * copies.BUFFERS)]
-        there = [copies.copy(source) for source in sources]
+        there = [copies.copy(source, sending, receiving) for source in sources]
         assert not EMULATED or engines_used() == used
         large = torch.arange(copies.MOST_BYTES, device=here)
-        there.append(copies.copy(large))
+        there.append(copies.copy(large, sending, receiving))
+    with torch.cuda.stream(receiving):
         sums = [one.double().sum() for one in there]
-    stream.synchronize()
+    receiving.synchronize()
     assert all(one.device == other for one in there)
     expected = [40.0 * number for number in range(len(sources))] + [float(sum(range(len(large))))]
     assert [one.item() for one in sums] == expected
