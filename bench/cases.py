@@ -170,7 +170,7 @@ LLAMACPP = "llamacpp:f32", "llamacpp:f16", "llamacpp:f16-flash"
 OPENVINO = "openvino:f32", "openvino:default"
 IN_PLACE = Place("in place")
 STREAMED = (0.0, 0.0)
-GPU_MEMORY_GIB = 24.0  # that models with random weights may use of a GPU: a desktop's
+GPU_MEMORY_GIB = 23.3
 QUICK = {"contexts": (32_768,), "new_tokens": 32, "turns": 1}  # long enough for speculation to pay
 ON_CUDA = {
     "speculation.gamma2": 16,
