@@ -298,12 +298,12 @@ def test_the_check_that_comes_before_their_use_finds_a_kernel_that_is_wrong(
 ) -> None:
     triton_operators.check(DEVICE)
     right, decode = triton_operators.combine, triton_pages.decode
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            triton_pages, "decode", lambda shape, packed, out: decode(shape, packed, out) or out.neg_()
-        )
-        with pytest.raises(RuntimeError, match="packs or unpacks pages otherwise"):
-            triton_operators.check(DEVICE)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RuntimeError, match="packs or unpacks pages otherwise"),
+    ):
+        patch.setattr(triton_pages, "decode", lambda shape, rows, out: decode(shape, rows, out) or out.neg_())
+        triton_operators.check(DEVICE)
     for wrong in (
         lambda *arguments: tuple(1.1 * one for one in right(*arguments)),
         lambda *arguments: tuple(one.nan_to_num(0) * 0 for one in right(*arguments)),
