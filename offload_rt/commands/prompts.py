@@ -71,8 +71,10 @@ def token_count(text: str) -> int:
     return int(count)
 
 
-def read(arguments: argparse.Namespace) -> str | list[int]:
+def read(arguments: argparse.Namespace, console: Console) -> str | list[int]:
     """Returns the prompts that the user gave, joined, or the built-in one: a text, or token IDs.
+
+    Notices on the console name what cannot be read of a document.
 
     Raises:
         UsageError: texts together with token IDs, an empty prompt, or one that cannot be read.
@@ -83,7 +85,7 @@ def read(arguments: argparse.Namespace) -> str | list[int]:
     named = [*arguments.prompts, *([("-", "-")] if arguments.stdin else [])]
     if not named:
         return built_in()
-    prompts = [_read_one(flag, value, arguments.encoding) for flag, value in named]
+    prompts = [_read_one(flag, value, arguments.encoding, console) for flag, value in named]
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if texts and ids:
@@ -92,9 +94,9 @@ def read(arguments: argparse.Namespace) -> str | list[int]:
     return _joined(texts) if texts else [token for prompt in ids for token in prompt]
 
 
-def _read_one(flag: str, value: str, encoding: str | None) -> str | list[int]:
+def _read_one(flag: str, value: str, encoding: str | None, console: Console) -> str | list[int]:
     if flag == "--prompt-file":
-        return read_document(value, encoding, f"prompt file {value}")
+        return read_document(value, console.notice, encoding, f"prompt file {value}")
     if flag == "--prompt":  # bytes that are not UTF-8 have arrived as lone surrogates
         return decode(flag, os.fsencode(value))
     if flag == "-":

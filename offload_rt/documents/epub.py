@@ -1,0 +1,289 @@
+"""Text of EPUB books. What is broken or missing of one costs a notice, not the book."""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import re
+import unicodedata
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from urllib.parse import unquote
+
+from offload_rt.documents.decoding import KINDS, decode_markup
+from offload_rt.documents.html_text import ENDINGS, html_text
+from offload_rt.documents.markup import Start, tokens
+from offload_rt.documents.notices import listed
+from offload_rt.errors import UsageError, first_line
+
+MOST_EXPANDED = 2**28
+"""Bytes that the texts of an EPUB may have without compression."""
+MIMETYPE = b"application/epub+zip"
+
+
+def epub_text(source: str, data: bytes, on_notice: Callable[[str], None]) -> str:
+    """Returns the text of an EPUB, in its reading order.
+
+    Args:
+        on_notice: called with what the user is told of its faults, without the source.
+
+    Raises:
+        UsageError: it is no EPUB, is encrypted or too large, or no text of it can be read.
+    """
+    faults = _Faults()
+    try:
+        with _opened(data) as archive:
+            text = "\n\n".join(filter(None, _Book(source, _Files(archive, faults), faults).texts()))
+    except OverflowError:
+        most = f"more than {MOST_EXPANDED // 2**20} MiB of text"
+        raise UsageError(f"{source}: this EPUB holds {most}; give the part that matters") from None
+    except UsageError:
+        raise
+    except Exception as error:  # zipfile raises many types for a broken file
+        remedy = "get it again, or save it anew"
+        raise UsageError(f"{source}: this EPUB cannot be read ({first_line(error)}); {remedy}") from None
+    if not text:
+        why = next(faults.lines(), "its pages are pictures, perhaps")
+        raise UsageError(f"{source}: this EPUB has no text ({why}); get it again, or give its text")
+    for line in faults.lines():
+        on_notice(line)
+    return text
+
+
+def _opened(data: bytes) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(io.BytesIO(data), metadata_encoding="utf-8")  # as EPUB prescribes
+    except UnicodeDecodeError:
+        return zipfile.ZipFile(io.BytesIO(data))
+
+
+_Part = tuple[str, zipfile.ZipInfo | None]
+"""The name of a part, and its file if there is one."""
+
+
+class _Faults:
+    """What is wrong with a book: what the user is told, with the names of all parts that it is true of."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = {}
+
+    def add(self, fault: str, name: str | None = None) -> None:
+        names = self._names.setdefault(fault, [])
+        if name is not None and name not in names[-1:]:
+            names.append(name)
+
+    def lines(self) -> Iterator[str]:
+        """Yields a line for each fault."""
+        for fault, names in self._names.items():
+            yield f"{fault}: {listed(names)}" if names else fault
+
+
+class _Files:
+    """The files of an archive: found by names that differ in form, and read up to `MOST_EXPANDED` bytes."""
+
+    def __init__(self, archive: zipfile.ZipFile, faults: _Faults) -> None:
+        self._archive = archive
+        self._faults = faults
+        self._left = MOST_EXPANDED
+        self.entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+        self._exact = {entry.filename: entry for entry in self.entries}
+        self._alike = {_plain(entry.filename): entry for entry in reversed(self.entries)}
+        self._by_base: dict[str, list[zipfile.ZipInfo]] = {}
+        for entry in self.entries:
+            self._by_base.setdefault(posixpath.basename(_plain(entry.filename)), []).append(entry)
+
+    def find(self, name: str) -> zipfile.ZipInfo | None:
+        """Returns the file of this name, else one whose name is the same but for its case, form or folder."""
+        names = (name, unquote(name))
+        for one in names:
+            if entry := self._exact.get(one):
+                return entry
+        for one in names:
+            entry = self._alike.get(_plain(one))
+            same = self._by_base.get(posixpath.basename(_plain(one)), [])
+            if entry or len(same) == 1:
+                return entry or same[0]
+        return None
+
+    def read(self, entry: zipfile.ZipInfo) -> bytes:
+        """Returns the content of a file, as far as it can be read.
+
+        Raises:
+            OverflowError: it is beyond the limit.
+            Exception: nothing of it can be read.
+        """
+        self._left -= entry.file_size  # zipfile reads no more than the size that it states
+        if self._left < 0:
+            raise OverflowError
+        content, stated = bytearray(), entry.CRC
+        entry.CRC = None  # type: ignore[assignment]  # zipfile would refuse all of a file for a wrong one
+        try:
+            with self._archive.open(entry) as file:
+                while piece := file.read(2**12):  # zipfile drops a piece with an error in it
+                    content += piece
+        except Exception as error:  # a broken file raises many types
+            if not content:
+                raise
+            self._faults.add(f"damaged, and read up to the damage ({first_line(error)})", entry.filename)
+        else:
+            if zlib.crc32(content) != stated:
+                self._faults.add(
+                    "read with a wrong checksum, so parts may be wrong or missing", entry.filename
+                )
+        finally:
+            entry.CRC = stated
+        return bytes(content)
+
+
+def _plain(name: str) -> str:
+    """Returns a name without what broken books get wrong in names: case, slashes, composed characters."""
+    name = unicodedata.normalize("NFC", name.replace("\\", "/")).casefold()
+    return posixpath.normpath(name).lstrip("./")
+
+
+class _Book:
+    """A book: its package file, and the parts that it names in reading order.
+
+    Raises:
+        UsageError: it is no book, or is encrypted.
+    """
+
+    def __init__(self, source: str, files: _Files, faults: _Faults) -> None:
+        self._source = source
+        self._files = files
+        self._faults = faults
+        self._encrypted = set[str]()
+        self._read = set[str]()
+        self._lost = False  # a part of the reading order could not be read
+        mimetype = files.find("mimetype")
+        marked = mimetype is not None and self._data(mimetype).startswith(MIMETYPE)
+        self._package = self._find_package()
+        if not marked and self._package is None:
+            raise UsageError(f"{source}: is a zip archive, but no EPUB; give {KINDS}")
+        if not marked:
+            faults.add("read although its mimetype file is missing or wrong")
+        references = self._elements(files.find("META-INF/encryption.xml"), "cipherreference")
+        encrypted = [files.find(start.attributes.get("uri", "")) for start in references]
+        self._encrypted = {entry.filename for entry in encrypted if entry}
+
+    def texts(self) -> Iterator[str]:
+        """Yields the texts of the parts in reading order; if that is broken, also of those that it lacks.
+
+        Raises:
+            UsageError: a part is encrypted.
+        """
+        order, navigation = self._order()
+        for path, entry in order:
+            yield self._text(path, entry)
+        others = [
+            entry
+            for entry in sorted(self._files.entries, key=_by_number)
+            if entry.filename.lower().endswith(ENDINGS) and not entry.filename.startswith("__MACOSX/")
+        ]
+        if not order:
+            self._faults.add("read in the order of the names of its files, as it has no other")
+        for entry in others:
+            name = entry.filename
+            if name in self._read or name in navigation:
+                continue
+            if order and not self._lost:
+                self._faults.add("left out as they are not in its reading order", name)
+                continue
+            if order:
+                self._faults.add("read at the end, as the reading order is broken", name)
+            yield self._text(name, entry)
+
+    def _find_package(self) -> zipfile.ZipInfo | None:
+        container = self._files.find("META-INF/container.xml")
+        for start in self._elements(container, "rootfile"):
+            if package := self._files.find(start.attributes.get("full-path", "")):
+                return package
+        packages = [entry for entry in self._files.entries if entry.filename.lower().endswith(".opf")]
+        package = min(packages, key=lambda entry: len(entry.filename), default=None)
+        if package:
+            fault = "read by the package file that it has, as META-INF/container.xml is missing or wrong"
+            self._faults.add(fault, package.filename)
+        return package
+
+    def _order(self) -> tuple[list[_Part], set[str]]:
+        """Returns the parts in reading order, and the names of files that only help to navigate."""
+        items, refs, navigation = dict[str, _Part](), list[str](), set[str]()
+        folder = posixpath.dirname(self._package.filename) if self._package else ""
+        for start in self._elements(self._package, "item", "itemref"):
+            of = start.attributes
+            if start.name.endswith("itemref"):
+                refs.append(of.get("idref", ""))
+                continue
+            path = posixpath.normpath(posixpath.join(folder, of.get("href", "").partition("#")[0]))
+            entry = self._files.find(path)
+            items.setdefault(of.get("id", ""), (path, entry))
+            if entry and "nav" in of.get("properties", "").split():
+                navigation.add(entry.filename)
+        if refs:
+            return [items.get(ref) or self._unlisted(ref) for ref in refs], navigation
+        listed = [part for part in items.values() if part[0].lower().endswith(ENDINGS)]
+        if listed:
+            self._faults.add("read in the order of its manifest, as it has no reading order")
+        return listed, navigation
+
+    def _unlisted(self, ref: str) -> _Part:
+        """Returns a part that the manifest lacks: the file that is named like its ID."""
+        found = next(filter(None, (self._files.find(f"{ref}{end}") for end in ("", *ENDINGS))), None)
+        if found is None:
+            return f"{ref} (not in the manifest)", None
+        self._faults.add("found by their IDs, as the manifest lacks them", found.filename)
+        return found.filename, found
+
+    def _text(self, path: str, entry: zipfile.ZipInfo | None) -> str:
+        """Returns the text of a part, once."""
+        if entry is None:
+            self._faults.add("left out as they are missing", path)
+            self._lost = True
+            return ""
+        name = entry.filename
+        if name in self._read:
+            return ""
+        self._read.add(name)
+        if name not in (path, unquote(path)):
+            self._faults.add("found under other names than the manifest's", f"{path} is {name}")
+        return html_text(self._markup(entry))
+
+    def _elements(self, entry: zipfile.ZipInfo | None, *names: str) -> Iterator[Start]:
+        """Yields the start tags with these names, of whatever namespace, in an XML file."""
+        for token in tokens(self._markup(entry) if entry else ""):
+            if isinstance(token, Start) and token.name.rpartition(":")[2] in names:
+                yield token
+
+    def _markup(self, entry: zipfile.ZipInfo) -> str:
+        """Returns the content of a file; an empty string where it cannot be read, which is a fault."""
+        name = entry.filename
+        data = self._data(entry)
+        try:
+            return decode_markup(name, data, lambda fault: self._faults.add(fault, name)) if data else ""
+        except UsageError:
+            self._faults.add("left out as they are not text", name)
+            self._lost = True
+            return ""
+
+    def _data(self, entry: zipfile.ZipInfo) -> bytes:
+        name = entry.filename
+        if name in self._encrypted or entry.flag_bits & 1:
+            remedy = "give one without copy protection"
+            raise UsageError(f"{self._source}: this EPUB is encrypted ({name} is); {remedy}")
+        try:
+            data = self._files.read(entry)
+        except OverflowError:
+            raise
+        except Exception as error:  # zipfile raises many types for a broken part
+            self._faults.add(f"left out as they cannot be read ({first_line(error)})", name)
+            self._lost = True
+            return b""
+        if not data:
+            self._faults.add("left out as they are empty", name)
+        return data
+
+
+def _by_number(entry: zipfile.ZipInfo) -> str:
+    """Sorts chapter 2 before chapter 10."""
+    return re.sub(r"[0-9]+", lambda number: number[0].zfill(20), entry.filename)
