@@ -57,13 +57,13 @@ def decode(
     name = encoding or _marked(data) or "utf-8"
     shown = "UTF-8" if name.startswith("utf-8") else name
     remedy = "name its encoding: --encoding cp1252, say"
-    wrong, faults = "", 0
+    wrong, replaced = "", 0
     try:
         text = data.decode(name)
     except UnicodeDecodeError as error:
         wrong = f"not {shown} (byte {error.start} is 0x{data[error.start]:02x})"
         text = data.decode(name, "replace")
-        faults = text.count(_REPLACEMENT)
+        replaced = text.count(_REPLACEMENT)
     except (LookupError, ValueError):  # ValueError: UTF-16 without a byte order mark, say
         raise UsageError(f"{source}: cannot be read as {name}; {remedy}") from None
     text, halves = _SURROGATE.subn(_REPLACEMENT, text)
@@ -73,11 +73,13 @@ def decode(
         remedy = f"give {KINDS}, or name its encoding: --encoding utf-16-le"
     elif halves and not wrong:
         wrong = f"not {shown} (it holds halves of characters)"
-    faults += halves + zeros
-    if faults and (on_notice is None or faults * per_fault > len(text)):
+    replaced += halves + zeros
+    # One wrong byte spoils up to four characters of UTF-8.
+    slight = len(text) >= per_fault and replaced <= 3 + len(text) / per_fault
+    if replaced and (on_notice is None or not slight):
         raise UsageError(f"{source}: {wrong}; {remedy}")
-    if faults and on_notice is not None:
-        many = "1 character" if faults == 1 else f"{faults:,} characters"
+    if replaced and on_notice is not None:
+        many = "1 character" if replaced == 1 else f"{replaced:,} characters"
         on_notice(f"{wrong}: {many} of {len(text):,} replaced by {_REPLACEMENT}; otherwise {remedy}")
         text = text.replace("\0", _REPLACEMENT)
     return text.removeprefix("\ufeff")

@@ -9,12 +9,14 @@ import unicodedata
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from urllib.parse import unquote
 
 from offload_rt.documents.decoding import KINDS, decode_markup
 from offload_rt.documents.html_text import ENDINGS, html_text
 from offload_rt.documents.markup import Start, tokens
 from offload_rt.documents.notices import listed
+from offload_rt.documents.zip_rescue import rebuilt, rescued
 from offload_rt.errors import UsageError, first_line
 
 MOST_EXPANDED = 2**28
@@ -31,31 +33,55 @@ def epub_text(source: str, data: bytes, on_notice: Callable[[str], None]) -> str
     Raises:
         UsageError: it is no EPUB, is encrypted or too large, or no text of it can be read.
     """
-    faults = _Faults()
     try:
-        with _opened(data) as archive:
-            text = "\n\n".join(filter(None, _Book(source, _Files(archive, faults), faults).texts()))
+        try:
+            faults = _Faults()
+            text = _text_of(source, _opened(data), data, faults)
+        except (_NoText, zipfile.BadZipFile) as error:
+            try:
+                faults = _Faults("its archive is damaged: what is left of it is read")
+                text = _text_of(source, rebuilt(data, MOST_EXPANDED), data, faults)
+            except (_NoText, zipfile.BadZipFile, OverflowError):
+                raise error from None
     except OverflowError:
         most = f"more than {MOST_EXPANDED // 2**20} MiB of text"
         raise UsageError(f"{source}: this EPUB holds {most}; give the part that matters") from None
-    except UsageError:
-        raise
-    except Exception as error:  # zipfile raises many types for a broken file
+    except _NoText as error:
+        raise UsageError(f"{source}: {error}") from None
+    except zipfile.BadZipFile as error:
         remedy = "get it again, or save it anew"
         raise UsageError(f"{source}: this EPUB cannot be read ({first_line(error)}); {remedy}") from None
-    if not text:
-        why = next(faults.lines(), "its pages are pictures, perhaps")
-        raise UsageError(f"{source}: this EPUB has no text ({why}); get it again, or give its text")
     for line in faults.lines():
         on_notice(line)
     return text
 
 
+class _NoText(Exception):
+    """A book without text, or no book; the message is for the user."""
+
+
+def _text_of(source: str, archive: zipfile.ZipFile, data: bytes, faults: _Faults) -> str:
+    """Returns the text of the book in an archive. Raises _NoText where there is none."""
+    with archive:
+        text = "\n\n".join(filter(None, _Book(source, _Files(archive, data, faults), faults).texts()))
+    if not text:
+        why = next(faults.lines(), "its pages are pictures, perhaps")
+        raise _NoText(f"this EPUB has no text ({why}); get it again, or give its text")
+    return text
+
+
 def _opened(data: bytes) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(io.BytesIO(data), metadata_encoding="utf-8")  # as EPUB prescribes
-    except UnicodeDecodeError:
-        return zipfile.ZipFile(io.BytesIO(data))
+    """Opens an archive. Raises zipfile.BadZipFile where it has no directory that can be read."""
+    for encoding in ("utf-8", None):  # EPUB prescribes the first
+        try:
+            return zipfile.ZipFile(io.BytesIO(data), metadata_encoding=encoding)
+        except UnicodeDecodeError:
+            continue
+        except zipfile.BadZipFile:
+            raise
+        except Exception as error:  # zipfile raises many types for a broken directory
+            raise zipfile.BadZipFile(first_line(error)) from None
+    raise zipfile.BadZipFile("its names are in no encoding")
 
 
 _Part = tuple[str, zipfile.ZipInfo | None]
@@ -65,8 +91,8 @@ _Part = tuple[str, zipfile.ZipInfo | None]
 class _Faults:
     """What is wrong with a book: what the user is told, with the names of all parts that it is true of."""
 
-    def __init__(self) -> None:
-        self._names: dict[str, list[str]] = {}
+    def __init__(self, *known: str) -> None:
+        self._names: dict[str, list[str]] = {fault: [] for fault in known}
 
     def add(self, fault: str, name: str | None = None) -> None:
         names = self._names.setdefault(fault, [])
@@ -82,11 +108,13 @@ class _Faults:
 class _Files:
     """The files of an archive: found by names that differ in form, and read up to `MOST_EXPANDED` bytes."""
 
-    def __init__(self, archive: zipfile.ZipFile, faults: _Faults) -> None:
+    def __init__(self, archive: zipfile.ZipFile, data: bytes, faults: _Faults) -> None:
         self._archive = archive
+        self._data = data
         self._faults = faults
         self._left = MOST_EXPANDED
-        self.entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+        self._rescued: dict[str | int, bytes] | None = None  # by names, and by places of headers
+        self.entries = [one for one in archive.infolist() if one.filename and not one.is_dir()]
         self._exact = {entry.filename: entry for entry in self.entries}
         self._alike = {_plain(entry.filename): entry for entry in reversed(self.entries)}
         self._by_base: dict[str, list[zipfile.ZipInfo]] = {}
@@ -116,16 +144,14 @@ class _Files:
         self._left -= entry.file_size  # zipfile reads no more than the size that it states
         if self._left < 0:
             raise OverflowError
-        content, stated = bytearray(), entry.CRC
-        entry.CRC = None  # type: ignore[assignment]  # zipfile would refuse all of a file for a wrong one
+        stated, entry.CRC = entry.CRC, None  # type: ignore[assignment]  # zipfile refuses all for a wrong one
         try:
-            with self._archive.open(entry) as file:
-                while piece := file.read(2**12):  # zipfile drops a piece with an error in it
-                    content += piece
-        except Exception as error:  # a broken file raises many types
+            content = self._archive.read(entry)
+        except Exception:  # a broken file raises many types
+            content = self._rescue(entry)
             if not content:
                 raise
-            self._faults.add(f"damaged, and read up to the damage ({first_line(error)})", entry.filename)
+            self._faults.add("damaged, and read up to the damage", entry.filename)
         else:
             if zlib.crc32(content) != stated:
                 self._faults.add(
@@ -133,7 +159,17 @@ class _Files:
                 )
         finally:
             entry.CRC = stated
-        return bytes(content)
+        return content
+
+    def _rescue(self, entry: zipfile.ZipInfo) -> bytes:
+        """Returns what is left of a damaged file."""
+        if self._rescued is None:
+            self._rescued = {}
+            with suppress(OverflowError):  # it is in the first files, or lost
+                for file in rescued(self._data, MOST_EXPANDED):
+                    self._rescued |= {file.start: file.content, file.name: file.content}
+        found = self._rescued.get(entry.filename)
+        return self._rescued.get(entry.header_offset, b"") if found is None else found
 
 
 def _plain(name: str) -> str:
@@ -146,7 +182,8 @@ class _Book:
     """A book: its package file, and the parts that it names in reading order.
 
     Raises:
-        UsageError: it is no book, or is encrypted.
+        _NoText: it is no book.
+        UsageError: it is encrypted.
     """
 
     def __init__(self, source: str, files: _Files, faults: _Faults) -> None:
@@ -155,12 +192,11 @@ class _Book:
         self._faults = faults
         self._encrypted = set[str]()
         self._read = set[str]()
-        self._lost = False  # a part of the reading order could not be read
         mimetype = files.find("mimetype")
         marked = mimetype is not None and self._data(mimetype).startswith(MIMETYPE)
         self._package = self._find_package()
         if not marked and self._package is None:
-            raise UsageError(f"{source}: is a zip archive, but no EPUB; give {KINDS}")
+            raise _NoText(f"is a zip archive, but no EPUB; give {KINDS}")
         if not marked:
             faults.add("read although its mimetype file is missing or wrong")
         references = self._elements(files.find("META-INF/encryption.xml"), "cipherreference")
@@ -168,7 +204,7 @@ class _Book:
         self._encrypted = {entry.filename for entry in encrypted if entry}
 
     def texts(self) -> Iterator[str]:
-        """Yields the texts of the parts in reading order; if that is broken, also of those that it lacks.
+        """Yields the texts of the parts in reading order, then of those that it does not name.
 
         Raises:
             UsageError: a part is encrypted.
@@ -176,23 +212,16 @@ class _Book:
         order, navigation = self._order()
         for path, entry in order:
             yield self._text(path, entry)
-        others = [
-            entry
-            for entry in sorted(self._files.entries, key=_by_number)
-            if entry.filename.lower().endswith(ENDINGS) and not entry.filename.startswith("__MACOSX/")
-        ]
         if not order:
             self._faults.add("read in the order of the names of its files, as it has no other")
-        for entry in others:
+        for entry in sorted(self._files.entries, key=_by_number):
             name = entry.filename
-            if name in self._read or name in navigation:
+            if not name.lower().endswith(ENDINGS) or name.startswith("__MACOSX/") or name in navigation:
                 continue
-            if order and not self._lost:
-                self._faults.add("left out as they are not in its reading order", name)
-                continue
-            if order:
-                self._faults.add("read at the end, as the reading order is broken", name)
-            yield self._text(name, entry)
+            text = self._text(name, entry)
+            if text and order:
+                self._faults.add("read at the end, as its reading order does not name them", name)
+            yield text
 
     def _find_package(self) -> zipfile.ZipInfo | None:
         container = self._files.find("META-INF/container.xml")
@@ -239,7 +268,6 @@ class _Book:
         """Returns the text of a part, once."""
         if entry is None:
             self._faults.add("left out as they are missing", path)
-            self._lost = True
             return ""
         name = entry.filename
         if name in self._read:
@@ -263,7 +291,6 @@ class _Book:
             return decode_markup(name, data, lambda fault: self._faults.add(fault, name)) if data else ""
         except UsageError:
             self._faults.add("left out as they are not text", name)
-            self._lost = True
             return ""
 
     def _data(self, entry: zipfile.ZipInfo) -> bytes:
@@ -277,7 +304,6 @@ class _Book:
             raise
         except Exception as error:  # zipfile raises many types for a broken part
             self._faults.add(f"left out as they cannot be read ({first_line(error)})", name)
-            self._lost = True
             return b""
         if not data:
             self._faults.add("left out as they are empty", name)
