@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pypdf import PdfWriter
 
@@ -31,6 +31,17 @@ def pdf(*pages: str, password: str | None = None) -> bytes:
         objects.append(page.format(len(objects)).encode())
         kids.append(f"{len(objects)} 0 R")
     objects[1] = f"<</Type/Pages/Kids[{' '.join(kids)}]/Count {len(kids)}>>".encode()
+    data = pdf_of(objects)
+    if password is None:
+        return data
+    writer, out = PdfWriter(clone_from=io.BytesIO(data)), io.BytesIO()
+    writer.encrypt(password, "owner", algorithm="RC4-128")
+    writer.write(out)
+    return out.getvalue()
+
+
+def pdf_of(objects: Sequence[bytes]) -> bytes:
+    """A PDF of these objects, of which the first is the catalog."""
     data, places = b"%PDF-1.4\n", []
     for number, content in enumerate(objects, 1):
         places.append(len(data))
@@ -38,13 +49,7 @@ def pdf(*pages: str, password: str | None = None) -> bytes:
     table = b"".join(b"%010d 00000 n \n" % place for place in places)
     start = len(data)
     data += b"xref\n0 %d\n0000000000 65535 f \n%s" % (len(objects) + 1, table)
-    data += b"trailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, start)
-    if password is None:
-        return data
-    writer, out = PdfWriter(clone_from=io.BytesIO(data)), io.BytesIO()
-    writer.encrypt(password, "owner", algorithm="RC4-128")
-    writer.write(out)
-    return out.getvalue()
+    return data + b"trailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, start)
 
 
 def epub(changes: Mapping[str, str | bytes | None] = {}) -> bytes:

@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from document_files import epub, pdf
+from document_files import epub, pdf, pdf_of
 
 from offload_rt import UsageError, clock, documents
 from offload_rt.documents import document_text, read_document
@@ -103,8 +103,7 @@ def test_what_is_refused_of_documents(tmp_path: Path, name: str, data: bytes, me
             "stray.txt",
             999 * b"a" + b"\xff",
             999 * "a" + "\ufffd",
-            "not UTF-8 (byte 999 is 0xff): 1 character of 1,000 replaced by \ufffd; otherwise name its"
-            " encoding: --encoding cp1252, say",
+            "not UTF-8 (byte 999 is 0xff): 1 character of 1,000 replaced by \ufffd; --encoding NAME names another",
         ),
         (
             "zero.txt",
@@ -147,10 +146,10 @@ def test_what_is_refused_of_documents(tmp_path: Path, name: str, data: bytes, me
             "page.pdf",
             pdf("One", "Two", "Six").replace(b"(Two) Tj", b"(Two  Tj"),
             "One\n\nSix",
-            "cannot be read: pages 2",
+            "unreadable: page 2",
         ),
-        ("form.pdf", pdf("One", "(Two"), "One\n", "cannot be read: pages 2"),
-        ("blank.pdf", pdf("One", "", "Six", ""), "One\n\nSix\n", "empty or pictures: pages 2, 4"),
+        ("form.pdf", pdf("One", "(Two"), "One\n", "unreadable: page 2"),
+        ("blank.pdf", pdf("One", "", "Six", ""), "One\n\nSix\n", "perhaps pictures: page 2, 4"),
         ("named.pdf", b"\n" + pdf("One", "Two"), "One\nTwo", None),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value[:12] else "",
@@ -165,6 +164,26 @@ def test_what_cannot_be_read_of_a_document_is_told(
     else:
         (line,) = notices
         assert line.startswith(f"file {name}: ") and notice in line
+
+
+def test_a_part_of_a_page_that_cannot_be_read_is_told() -> None:
+    font, part = b"<</Font<</F1 3 0 R>>", b"BT /F1 9 Tf (Two  Tj ET"
+    page = b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Contents 5 0 R/Resources%s/XObject<</X 6 0 R>>>>>>"
+    stream = b"<</Length %d%s>>stream\n%s\nendstream"
+    content = b"BT /F1 9 Tf (One) Tj ET /X Do"
+    book = pdf_of(
+        [
+            b"<</Type/Catalog/Pages 2 0 R>>",
+            b"<</Type/Pages/Kids[4 0 R]/Count 1>>",
+            b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+            page % font,
+            stream % (len(content), b"", content),
+            stream % (len(part), b"/Subtype/Form/BBox[0 0 9 9]/Resources%s>>" % font, part),
+        ]
+    )
+    notices = list[str]()
+    assert document_text("a.pdf", book, notices.append).strip() == "One"
+    assert notices == ["file a.pdf: skipped, unreadable: page 1 (in part)"]
 
 
 def test_an_encoding_that_writes_halves_of_characters_is_refused(tmp_path: Path) -> None:

@@ -65,14 +65,17 @@ def document_text(
     def tell(fault: str) -> None:
         on_notice(f"{source}: {fault}")
 
+    def tell_encoding(fault: str) -> None:
+        tell(f"{fault}; --encoding NAME names another")
+
     if data.startswith(b"%PDF-") or ending == ".pdf":
         text = pdf_text(source, data, tell)
     elif data.startswith(b"PK\x03\x04") or ending == ".epub":
         text = epub_text(source, data, tell)
     elif ending in ENDINGS:
-        text = html_text(decode_markup(source, data, tell, encoding))
+        text = html_text(decode_markup(source, data, tell_encoding, encoding))
     else:
-        text = decode(source, data, encoding, tell)
+        text = decode(source, data, encoding, tell_encoding)
     if not text.strip():
         raise UsageError(f"{source}: has no text; give {KINDS} with text in it")
     return text

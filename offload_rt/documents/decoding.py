@@ -80,7 +80,7 @@ def decode(
         raise UsageError(f"{source}: {wrong}; {remedy}")
     if replaced and on_notice is not None:
         many = "1 character" if replaced == 1 else f"{replaced:,} characters"
-        on_notice(f"{wrong}: {many} of {len(text):,} replaced by {_REPLACEMENT}; otherwise {remedy}")
+        on_notice(f"{wrong}: {many} of {len(text):,} replaced by {_REPLACEMENT}")
         text = text.replace("\0", _REPLACEMENT)
     return text.removeprefix("\ufeff")
 

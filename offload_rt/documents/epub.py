@@ -39,7 +39,7 @@ def epub_text(source: str, data: bytes, on_notice: Callable[[str], None]) -> str
             text = _text_of(source, _opened(data), data, faults)
         except (_NoText, zipfile.BadZipFile) as error:
             try:
-                faults = _Faults("its archive is damaged: what is left of it is read")
+                faults = _Faults("its archive is damaged; read what is left")
                 text = _text_of(source, rebuilt(data, MOST_EXPANDED), data, faults)
             except (_NoText, zipfile.BadZipFile, OverflowError):
                 raise error from None
@@ -151,12 +151,10 @@ class _Files:
             content = self._rescue(entry)
             if not content:
                 raise
-            self._faults.add("damaged, and read up to the damage", entry.filename)
+            self._faults.add("damaged, read up to the damage", entry.filename)
         else:
             if zlib.crc32(content) != stated:
-                self._faults.add(
-                    "read with a wrong checksum, so parts may be wrong or missing", entry.filename
-                )
+                self._faults.add("wrong checksum, so parts may be wrong or missing", entry.filename)
         finally:
             entry.CRC = stated
         return content
@@ -198,7 +196,7 @@ class _Book:
         if not marked and self._package is None:
             raise _NoText(f"is a zip archive, but no EPUB; give {KINDS}")
         if not marked:
-            faults.add("read although its mimetype file is missing or wrong")
+            faults.add("its mimetype file is missing or wrong")
         references = self._elements(files.find("META-INF/encryption.xml"), "cipherreference")
         encrypted = [files.find(start.attributes.get("uri", "")) for start in references]
         self._encrypted = {entry.filename for entry in encrypted if entry}
@@ -213,14 +211,14 @@ class _Book:
         for path, entry in order:
             yield self._text(path, entry)
         if not order:
-            self._faults.add("read in the order of the names of its files, as it has no other")
+            self._faults.add("no reading order, read in the order of file names")
         for entry in sorted(self._files.entries, key=_by_number):
             name = entry.filename
             if not name.lower().endswith(ENDINGS) or name.startswith("__MACOSX/") or name in navigation:
                 continue
             text = self._text(name, entry)
             if text and order:
-                self._faults.add("read at the end, as its reading order does not name them", name)
+                self._faults.add("not in the reading order, read at the end", name)
             yield text
 
     def _find_package(self) -> zipfile.ZipInfo | None:
@@ -231,7 +229,7 @@ class _Book:
         packages = [entry for entry in self._files.entries if entry.filename.lower().endswith(".opf")]
         package = min(packages, key=lambda entry: len(entry.filename), default=None)
         if package:
-            fault = "read by the package file that it has, as META-INF/container.xml is missing or wrong"
+            fault = "META-INF/container.xml is missing or wrong; found its package file"
             self._faults.add(fault, package.filename)
         return package
 
@@ -253,7 +251,7 @@ class _Book:
             return [items.get(ref) or self._unlisted(ref) for ref in refs], navigation
         listed = [part for part in items.values() if part[0].lower().endswith(ENDINGS)]
         if listed:
-            self._faults.add("read in the order of its manifest, as it has no reading order")
+            self._faults.add("no reading order, read in the order of the manifest")
         return listed, navigation
 
     def _unlisted(self, ref: str) -> _Part:
@@ -261,20 +259,20 @@ class _Book:
         found = next(filter(None, (self._files.find(f"{ref}{end}") for end in ("", *ENDINGS))), None)
         if found is None:
             return f"{ref} (not in the manifest)", None
-        self._faults.add("found by their IDs, as the manifest lacks them", found.filename)
+        self._faults.add("not in the manifest, found by ID", found.filename)
         return found.filename, found
 
     def _text(self, path: str, entry: zipfile.ZipInfo | None) -> str:
         """Returns the text of a part, once."""
         if entry is None:
-            self._faults.add("left out as they are missing", path)
+            self._faults.add("skipped, missing", path)
             return ""
         name = entry.filename
         if name in self._read:
             return ""
         self._read.add(name)
         if name not in (path, unquote(path)):
-            self._faults.add("found under other names than the manifest's", f"{path} is {name}")
+            self._faults.add("found under another name", f"{path} is {name}")
         return html_text(self._markup(entry))
 
     def _elements(self, entry: zipfile.ZipInfo | None, *names: str) -> Iterator[Start]:
@@ -290,7 +288,7 @@ class _Book:
         try:
             return decode_markup(name, data, lambda fault: self._faults.add(fault, name)) if data else ""
         except UsageError:
-            self._faults.add("left out as they are not text", name)
+            self._faults.add("skipped, not text", name)
             return ""
 
     def _data(self, entry: zipfile.ZipInfo) -> bytes:
@@ -303,10 +301,10 @@ class _Book:
         except OverflowError:
             raise
         except Exception as error:  # zipfile raises many types for a broken part
-            self._faults.add(f"left out as they cannot be read ({first_line(error)})", name)
+            self._faults.add(f"skipped, unreadable ({first_line(error)})", name)
             return b""
         if not data:
-            self._faults.add("left out as they are empty", name)
+            self._faults.add("skipped, empty", name)
         return data
 
 

@@ -77,9 +77,9 @@ def pdf_text(source: str, data: bytes, on_notice: Callable[[str], None]) -> str:
         remedy = "its pages are pictures, perhaps: recognise their text first, e.g. with ocrmypdf"
         raise UsageError(f"{source}: this PDF has no text; {remedy}")
     if broken:
-        on_notice(f"left out as they cannot be read: pages {listed(broken)}")
+        on_notice(f"skipped, unreadable: page {listed(broken)}")
     if empty:
-        on_notice(f"without text, as they are empty or pictures: pages {listed(empty)}")
+        on_notice(f"no text, perhaps pictures: page {listed(empty)}")
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # joins halves of characters
 
 
