@@ -103,7 +103,7 @@ def test_what_is_refused_of_documents(tmp_path: Path, name: str, data: bytes, me
             "stray.txt",
             999 * b"a" + b"\xff",
             999 * "a" + "\ufffd",
-            "not UTF-8 (byte 999 is 0xff): 1 character of 1,000 replaced by \ufffd; --encoding NAME names another",
+            "(byte 999 is 0xff): 1 character of 1,000 replaced by \ufffd; --encoding NAME names another",
         ),
         (
             "zero.txt",

@@ -100,13 +100,13 @@ def _read_one(flag: str, value: str, encoding: str | None, console: Console) -> 
     if flag == "--prompt":  # bytes that are not UTF-8 have arrived as lone surrogates
         return decode(flag, os.fsencode(value))
     if flag == "-":
-        return stdin_text(encoding)
+        return stdin_text(encoding, lambda fault: console.notice(f"stdin: {fault}"))
     source = f"token file {value}"
     return _token_ids(source, decode(source, read_bytes(source, value)))
 
 
-def stdin_text(encoding: str | None = None) -> str:
-    """Returns what stdin holds. Raises UsageError where it is closed, empty or no text."""
+def stdin_text(encoding: str | None = None, on_notice: Callable[[str], None] | None = None) -> str:
+    """Returns what stdin holds; see `decode`. Raises UsageError where it is closed, empty or no text."""
     if sys.stdin is None:
         raise UsageError("stdin: is closed; pipe a text into it")
     try:
@@ -114,7 +114,7 @@ def stdin_text(encoding: str | None = None) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"stdin: cannot be read ({reason}); pipe a text into it") from None
-    return decode("stdin", data, encoding)
+    return decode("stdin", data, encoding, on_notice)
 
 
 def _joined(texts: list[str]) -> str:
