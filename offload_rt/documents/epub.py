@@ -19,8 +19,8 @@ from offload_rt.documents.notices import listed
 from offload_rt.documents.zip_rescue import rebuilt, rescued
 from offload_rt.errors import UsageError, first_line
 
-MOST_EXPANDED = 2**28
-"""Bytes that the texts of an EPUB may have without compression."""
+MOST_EXPANDED = 2**26
+"""Bytes that the texts of an EPUB may have without compression; long novels have 2 MB."""
 MIMETYPE = b"application/epub+zip"
 
 
@@ -40,7 +40,7 @@ def epub_text(source: str, data: bytes, on_notice: Callable[[str], None]) -> str
         except (_NoText, zipfile.BadZipFile) as error:
             try:
                 faults = _Faults("its archive is damaged; read what is left")
-                text = _text_of(source, rebuilt(data, MOST_EXPANDED), data, faults)
+                text = _text_of(source, rebuilt(data, len(data) + MOST_EXPANDED), data, faults)
             except (_NoText, zipfile.BadZipFile, OverflowError):
                 raise error from None
     except OverflowError:
@@ -141,12 +141,10 @@ class _Files:
             OverflowError: it is beyond the limit.
             Exception: nothing of it can be read.
         """
-        self._left -= entry.file_size  # zipfile reads no more than the size that it states
-        if self._left < 0:
-            raise OverflowError
         stated, entry.CRC = entry.CRC, None  # type: ignore[assignment]  # zipfile refuses all for a wrong one
         try:
-            content = self._archive.read(entry)
+            with self._archive.open(entry) as file:
+                content = file.read(self._left + 1)
         except Exception:  # a broken file raises many types
             content = self._rescue(entry)
             if not content:
@@ -157,6 +155,9 @@ class _Files:
                 self._faults.add("wrong checksum, so parts may be wrong or missing", entry.filename)
         finally:
             entry.CRC = stated
+        self._left -= len(content)
+        if self._left < 0:
+            raise OverflowError
         return content
 
     def _rescue(self, entry: zipfile.ZipInfo) -> bytes:
@@ -164,7 +165,7 @@ class _Files:
         if self._rescued is None:
             self._rescued = {}
             with suppress(OverflowError):  # it is in the first files, or lost
-                for file in rescued(self._data, MOST_EXPANDED):
+                for file in rescued(self._data, len(self._data) + MOST_EXPANDED):
                     self._rescued |= {file.start: file.content, file.name: file.content}
         found = self._rescued.get(entry.filename)
         return self._rescued.get(entry.header_offset, b"") if found is None else found
@@ -235,7 +236,7 @@ class _Book:
 
     def _order(self) -> tuple[list[_Part], set[str]]:
         """Returns the parts in reading order, and the names of files that only help to navigate."""
-        items, refs, navigation = dict[str, _Part](), list[str](), set[str]()
+        items, documents, refs, navigation = dict[str, _Part](), list[_Part](), list[str](), set[str]()
         folder = posixpath.dirname(self._package.filename) if self._package else ""
         for start in self._elements(self._package, "item", "itemref"):
             of = start.attributes
@@ -245,14 +246,15 @@ class _Book:
             path = posixpath.normpath(posixpath.join(folder, of.get("href", "").partition("#")[0]))
             entry = self._files.find(path)
             items.setdefault(of.get("id", ""), (path, entry))
+            if path.lower().endswith(ENDINGS) or "html" in of.get("media-type", ""):
+                documents.append((path, entry))
             if entry and "nav" in of.get("properties", "").split():
                 navigation.add(entry.filename)
         if refs:
             return [items.get(ref) or self._unlisted(ref) for ref in refs], navigation
-        listed = [part for part in items.values() if part[0].lower().endswith(ENDINGS)]
-        if listed:
+        if documents:
             self._faults.add("no reading order, read in the order of the manifest")
-        return listed, navigation
+        return documents, navigation
 
     def _unlisted(self, ref: str) -> _Part:
         """Returns a part that the manifest lacks: the file that is named like its ID."""
