@@ -68,7 +68,7 @@ def decode(
         raise UsageError(f"{source}: cannot be read as {name}; {remedy}") from None
     text, halves = _SURROGATE.subn(_REPLACEMENT, text)
     zeros = text.count("\0")
-    if zeros and not wrong:
+    if zeros:  # compressed files and pictures have some, too
         wrong = f"byte {data.index(0)} is zero, so it is not a text in {shown}"
         remedy = f"give {KINDS}, or name its encoding: --encoding utf-16-le"
     elif halves and not wrong:
