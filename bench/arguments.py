@@ -110,7 +110,7 @@ def read_texts(paths: Sequence[Path] | None) -> dict[str, str]:
     Raises:
         UsageError: a file is missing, empty or not UTF-8.
     """
-    return {path.name: read_document(path, source=f"text {path}") for path in paths or ()} or {
+    return {path.name: read_document(path, say, source=f"text {path}") for path in paths or ()} or {
         BUILT_IN: built_in()
     }
 

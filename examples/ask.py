@@ -7,7 +7,7 @@ from offload_rt.documents import read_document
 
 if len(sys.argv) < 2:
     sys.exit("usage: python examples/ask.py FILE")
-text = read_document(sys.argv[1])
+text = read_document(sys.argv[1], print)  # prints what of the document cannot be read
 
 with LLM() as llm:
     book = llm.read([{"role": "user", "content": text}])

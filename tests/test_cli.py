@@ -278,6 +278,19 @@ def test_prompts_from_a_file_and_from_stdin(
     assert llm.made.prompt == [0xDF, 10]
 
 
+def test_what_cannot_be_read_of_a_prompt_is_told(
+    llm: type[FakeLLM], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 1000 * b"a" + b"\xff"
+    (tmp_path / "prompt.txt").write_bytes(text)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+    for command, source in (("generate --prompt-file F/prompt.txt", "/prompt.txt"), ("generate -", "stdin")):
+        _, _, err = run(command)
+        assert llm.made.prompt == [97] * 1000 + [0xFFFD]
+        notice = f"{source}: not UTF-8 (byte 1000 is 0xff): 1 character of 1,001 replaced by \ufffd"
+        assert notice in " ".join(err.split())
+
+
 def test_several_prompts_are_joined_in_order(
     llm: type[FakeLLM], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

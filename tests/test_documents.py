@@ -2,82 +2,26 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
+import gzip
+from itertools import count
 from pathlib import Path
 
 import pytest
-from pypdf import PdfWriter
+from document_files import epub, pdf, pdf_of
 
-from offload_rt import UsageError, documents
-from offload_rt.documents import html_text, read_document
-
-PAGE = "<?xml version='1.0' encoding='{}'?><html><head><title>{}</title></head><body><p>{}</p></body></html>"
-CONTAINER = '<container xmlns="urn:c"><rootfiles><rootfile full-path="O/b.opf"/></rootfiles></container>'
-PACKAGE = """<package xmlns="http://www.idpf.org/2007/opf"><manifest>
-<item id="b" href="two%20.xhtml#start" media-type="application/xhtml+xml"/>
-<item id="a" href="one.xhtml" media-type="application/xhtml+xml"/>
-<item id="cover" href="cover.svg" media-type="image/svg+xml"/></manifest>
-<spine><itemref idref="cover"/><itemref idref="a"/><itemref idref="b"/></spine></package>"""
-FONT = '<e xmlns="urn:e"><EncryptionMethod Algorithm="{}"/></e>'
+from offload_rt import UsageError, clock, documents
+from offload_rt.documents import document_text, read_document
 
 
-def pdf(*pages: str, password: str | None = None) -> bytes:
-    """A PDF with a line a page."""
-    objects = [b"<</Type/Catalog/Pages 2 0 R>>", b"", b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>"]
-    kids = []
-    for line in pages:
-        stream = f"BT /F1 12 Tf 20 100 Td ({line}) Tj ET".encode() if line else b""
-        objects.append(b"<</Length %d>>stream\n%s\nendstream" % (len(stream), stream))
-        page = (
-            "<</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Contents {} 0 R/Resources<</Font<</F1 3 0 R>>>>>>"
-        )
-        objects.append(page.format(len(objects)).encode())
-        kids.append(f"{len(objects)} 0 R")
-    objects[1] = f"<</Type/Pages/Kids[{' '.join(kids)}]/Count {len(kids)}>>".encode()
-    data, places = b"%PDF-1.4\n", []
-    for number, content in enumerate(objects, 1):
-        places.append(len(data))
-        data += b"%d 0 obj\n%s\nendobj\n" % (number, content)
-    table = b"".join(b"%010d 00000 n \n" % place for place in places)
-    start = len(data)
-    data += b"xref\n0 %d\n0000000000 65535 f \n%s" % (len(objects) + 1, table)
-    data += b"trailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, start)
-    if password is None:
-        return data
-    writer, out = PdfWriter(clone_from=io.BytesIO(data)), io.BytesIO()
-    writer.encrypt(password, "owner", algorithm="RC4-128")
-    writer.write(out)
-    return out.getvalue()
-
-
-def epub(**changes: str | bytes | None) -> bytes:
-    """An EPUB of two chapters; `changes` are other files by their names: __ is a slash and _ a dot."""
-    files: dict[str, str | bytes] = {
-        "mimetype": "application/epub+zip",
-        "META-INF/container.xml": CONTAINER,
-        "O/b.opf": PACKAGE,
-        "O/one.xhtml": PAGE.format("utf-8", "One", "Call me Ishmael."),
-        "O/two .xhtml": PAGE.format("iso-8859-1", "Two", "Caf\xe9").encode("cp1252"),
-        "O/cover.svg": "<svg/>",
-    }
-    for name, content in changes.items():
-        name = name.replace("__", "/").replace("_", ".").replace("META/INF", "META-INF")
-        if content is None:
-            del files[name]
-        else:
-            files[name] = content
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-    return out.getvalue()
+def refused(notice: str) -> None:
+    raise AssertionError(notice)
 
 
 def text_of(folder: Path, name: str, data: bytes, encoding: str | None = None) -> str:
+    """The text of a document without a fault."""
     path = folder / name
     path.write_bytes(data)
-    return read_document(path, encoding)
+    return read_document(path, refused, encoding)
 
 
 @pytest.mark.parametrize(
@@ -95,18 +39,14 @@ def text_of(folder: Path, name: str, data: bytes, encoding: str | None = None) -
         ("meta.HTM", b'<meta charset="ISO-8859-1"><p>\x93caf\xe9\x94', None, "“café”"),
         ("old.html", b'<meta http-equiv=a content="text/html; charset=koi8-r"><p>\xc1', None, "а"),
         ("given.html", b"<meta charset=utf-8><p>caf\xe9", "cp1252", "caf\xe9"),
+        ("chinese.html", "<meta charset=gb2312><p>\u9b42".encode("gbk"), None, "\u9b42"),
+        ("bom.html", b"\xef\xbb\xbf<meta charset=koi8-r><p>caf\xc3\xa9", None, "caf\xe9"),
         ("wide.html", "<meta charset=utf-16><p>\xe9".encode("utf-16"), None, "\xe9"),
         ("paper.pdf", pdf("Call me Ishmael.", "Whale"), None, "Call me Ishmael.\nWhale"),
         ("paper", pdf("Whale"), None, "Whale"),
         ("open.pdf", pdf("Whale", password=""), None, "Whale"),
         ("book.epub", epub(), None, "One\n\nCall me Ishmael.\n\nTwo\n\nCafé"),
         ("book.zip", epub(), None, "One\n\nCall me Ishmael.\n\nTwo\n\nCafé"),
-        (
-            "fonts.epub",
-            epub(META__INF__encryption_xml=FONT.format("http://www.idpf.org/2008/embedding")),
-            None,
-            "One\n\nCall me Ishmael.\n\nTwo\n\nCafé",
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value else "",
 )
@@ -116,27 +56,12 @@ def test_documents_of_every_kind(
     assert text_of(tmp_path, name, data, encoding) == text
 
 
-def test_html_as_text() -> None:
-    html = """<!DOCTYPE html><html><head><title>Moby&nbsp;Dick</title><style>p { color: red }</style>
-    <script>if (1 < 2) alert("<p>no</p>");</script></head><body><h1>Loomings</h1>
-    <p>Call  me\n <em>Ish</em>mael.<br>Some&shy;times &amp; <!-- no --> often</p><ul><li>one<li>two</ul>
-    <pre>a
-      b</pre><table><tr><td>1<td>2<tr><td>3</td><td>4</td></table>
-    <template><p>no</template><p>end"""
-    assert html_text(html) == (
-        "Moby Dick\n\nLoomings\n\nCall me Ishmael.\nSometimes & often\n\none\ntwo\n\na\n      b\n\n"
-        "12\n3\t4\n\nend"
-    )
-    assert html_text("<script>never closed <p>no") == html_text("") == ""
-    assert html_text("</script></pre>fine < fine") == "fine < fine"
-
-
 def test_several_documents_have_headings(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("one\n")
     (tmp_path / "a.html").write_text("<p>two")
     paths = [tmp_path / "b.txt", tmp_path / "a.html"]
-    assert documents.documents(paths) == "# b.txt\n\none\n\n\n# a.html\n\ntwo"
-    assert documents.documents(paths[:1]) == "one\n"
+    assert documents.documents(paths, refused) == "# b.txt\n\none\n\n\n# a.html\n\ntwo"
+    assert documents.documents(paths[:1], refused) == "one\n"
 
 
 @pytest.mark.parametrize(
@@ -146,24 +71,27 @@ def test_several_documents_have_headings(tmp_path: Path) -> None:
         ("a.txt", b" \n", ": has no text; give a txt, md, html, pdf or epub file"),
         ("a.html", b"<style>p</style>", ": has no text"),
         ("a.txt", b"caf\xe9", ": not UTF-8 (byte 3 is 0xe9); name its encoding: --encoding cp1252"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"Call me Ishmael."),
+            ": byte 3 is zero, so it is not a text in UTF-8; give a",
+        ),
         ("a.txt", b"a\0b", ": byte 1 is zero, so it is not a text in UTF-8"),
         ("a.txt", b"\xff\xfea", ": not utf-16 (byte 2 is 0x61)"),
-        ("a.html", b"<meta charset=klingon>a", ": cannot be read as klingon; name its encoding"),
-        ("a.html", b"<meta charset=hex>a", ": cannot be read as hex; name its encoding"),
+        ("a.txt", "a ".encode("utf-16-le"), ": byte 1 is zero"),
+        ("a.txt", 998 * b"a" + b"\xff", ": not UTF-8 (byte 998 is 0xff); name its encoding"),
+        ("a.txt", 998 * b"a" + b"\0", ": byte 998 is zero"),
+        ("a.html", bytes(range(256)), ": byte 0 is zero"),
+        ("a.html", b"\x81 a", ": not UTF-8 (byte 0 is 0x81)"),
         ("a.pdf", pdf("")[:150], ": this PDF cannot be read ("),
         ("a.pdf", pdf(""), ": this PDF has no text; its pages are pictures, perhaps"),
         ("a.pdf", pdf("Whale", password="x"), ": this PDF is encrypted; take its password off first"),
-        ("a.docx", epub(mimetype=None), ": is a zip archive, but no EPUB"),
-        ("a.epub", epub(mimetype="application/zip"), ": is a zip archive, but no EPUB"),
-        ("a.epub", epub()[:300], ": this EPUB cannot be read (File is not a zip file)"),
-        ("a.epub", b"none", ": this EPUB cannot be read (File is not a zip file)"),
-        ("a.epub", epub(META__INF__encryption_xml=FONT.format("aes")), ": this EPUB is encrypted"),
-        ("a.epub", epub(META__INF__encryption_xml="<"), ": this EPUB cannot be read (unclosed token"),
-        ("a.epub", epub(META__INF__container_xml=None), ": this EPUB cannot be read (KeyError"),
-        ("a.epub", epub(META__INF__container_xml="<a/>"), ": this EPUB names no package file"),
-        ("a.epub", epub(O__one_xhtml=None), ": this EPUB cannot be read (KeyError"),
-        ("a.epub", epub(O__b_opf="<package><spine/></package>"), ": this EPUB has no reading order"),
-        ("a.epub", epub(O__one_xhtml=b"caf\xe9"), ", O/one.xhtml: not UTF-8 (byte 3 is 0xe9)"),
+        ("a.pdf", b"Whale", ": this PDF cannot be read ("),
+        (
+            "a.docx",
+            epub({"mimetype": None, "META-INF/container.xml": None, "O/b.opf": None}),
+            ": is a zip archive",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -174,15 +102,118 @@ def test_what_is_refused_of_documents(tmp_path: Path, name: str, data: bytes, me
     assert line.startswith(f"file {tmp_path / name}{message}") and "\n" not in line
 
 
-def test_an_epub_does_not_expand_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bomb = epub(O__one_xhtml=2**20 * "a")
-    assert len(bomb) < 2**12 < len(text_of(tmp_path, "a.epub", bomb))
-    monkeypatch.setattr(documents, "MOST_EXPANDED", 2**20)
-    with pytest.raises(UsageError, match="this EPUB holds more than 1 MiB of text"):
-        text_of(tmp_path, "a.epub", bomb)
+@pytest.mark.parametrize(
+    ("name", "data", "text", "notice"),
+    [
+        (
+            "stray.txt",
+            999 * b"a" + b"\xff",
+            999 * "a" + "\ufffd",
+            "(byte 999 is 0xff): 1 character of 1,000 replaced by \ufffd; --encoding NAME names another",
+        ),
+        (
+            "zero.txt",
+            999 * b"a" + b"\0",
+            999 * "a" + "\ufffd",
+            "byte 999 is zero, so it is not a text in UTF-8: 1 c",
+        ),
+        (
+            "cut.txt",
+            ("\ufeff" + 1999 * "a").encode("utf-16-le") + b"a",
+            1999 * "a" + "\ufffd",
+            "not utf-16 (byte 4000",
+        ),
+        (
+            "mixed.html",
+            ("<p>" + 200 * "\xe9").encode() + b"\xff",
+            200 * "\xe9" + "\ufffd",
+            "not UTF-8 (byte 403 is",
+        ),
+        ("western.html", b"<p>caf\xe9", "caf\xe9", "is not utf-8; read as cp1252"),
+        ("wrong.html", b"<meta charset=utf-8><p>caf\xe9", "caf\xe9", "is not utf-8; read as cp1252"),
+        (
+            "wrong.xhtml",
+            "<?xml encoding='euc-jp'?>caf\xe9".encode(),
+            "caf\xe9",
+            "is not euc-jp; read as utf-8",
+        ),
+        ("wrong.htm", "<meta charset=iso-8859-1>café".encode(), "café", "is not cp1252; read as utf-8"),
+        ("narrow.html", b"<meta charset=utf-16>a", "a", "is not utf-16; read as utf-8"),
+        ("odd.html", b"<meta charset=klingon>a", "a", "is not klingon; read as utf-8"),
+        ("hex.html", b"<meta charset=hex>a", "a", "is not hex; read as utf-8"),
+        ("slow.html", b"<meta charset=punycode>a", "a", "is not punycode; read as utf-8"),
+        (
+            "halves.html",
+            b"<meta charset=unicode-escape>\\ud800",
+            "\\ud800",
+            "is not unicode-escape; read as utf-8",
+        ),
+        (
+            "page.pdf",
+            pdf("One", "Two", "Six").replace(b"(Two) Tj", b"(Two  Tj"),
+            "One\n\nSix",
+            "unreadable: page 2",
+        ),
+        ("form.pdf", pdf("One", "(Two"), "One\n", "unreadable: page 2"),
+        ("blank.pdf", pdf("One", "", "Six", ""), "One\n\nSix\n", "perhaps pictures: page 2, 4"),
+        ("named.pdf", b"\n" + pdf("One", "Two"), "One\nTwo", None),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." in value[:12] else "",
+)
+def test_what_cannot_be_read_of_a_document_is_told(
+    name: str, data: bytes, text: str, notice: str | None
+) -> None:
+    notices = list[str]()
+    assert document_text(name, data, notices.append) == text
+    if notice is None:
+        assert not notices
+    else:
+        (line,) = notices
+        assert line.startswith(f"file {name}: ") and notice in line
+
+
+def test_a_part_of_a_page_that_cannot_be_read_is_told() -> None:
+    font, part = b"<</Font<</F1 3 0 R>>", b"BT /F1 9 Tf (Two  Tj ET"
+    page = b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 99 99]/Contents 5 0 R/Resources%s/XObject<</X 6 0 R>>>>>>"
+    stream = b"<</Length %d%s>>stream\n%s\nendstream"
+    content = b"BT /F1 9 Tf (One) Tj ET /X Do"
+    book = pdf_of(
+        [
+            b"<</Type/Catalog/Pages 2 0 R>>",
+            b"<</Type/Pages/Kids[4 0 R]/Count 1>>",
+            b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+            page % font,
+            stream % (len(content), b"", content),
+            stream % (len(part), b"/Subtype/Form/BBox[0 0 9 9]/Resources%s>>" % font, part),
+        ]
+    )
+    notices = list[str]()
+    assert document_text("a.pdf", book, notices.append).strip() == "One"
+    assert notices == ["file a.pdf: skipped, unreadable: page 1 (in part)"]
+
+
+def test_an_encoding_that_writes_halves_of_characters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match="not unicode_escape .it holds halves of characters.; name its encoding"
+    ):
+        text_of(tmp_path, "a.txt", b"\\ud800", "unicode_escape")
+
+
+def test_a_pdf_has_a_limit_of_time_for_all_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = count()
+    monkeypatch.setattr(clock, "now", lambda: float(next(seconds)))
+    assert document_text("a.pdf", pdf("One", "Two"), refused) == "One\nTwo"
+    message = (
+        r"file a.pdf: this PDF takes longer than 31 s to read \([1-9] of 60 pages were read\); give its text"
+    )
+    with pytest.raises(UsageError, match=message):
+        document_text("a.pdf", pdf(*["Whale"] * 60), refused)
+    with pytest.raises(UsageError, match=r"30 s to read \(0 of 1 pages were read\)"):
+        document_text("a.pdf", pdf("a) Tj (" * 60), refused)
+    assert document_text("a.pdf", pdf("a) Tj (" * 60) + bytes(2**21), refused).startswith("a")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "no", "No such file")):
         with pytest.raises(UsageError, match=f"cannot be read .{reason}"):
-            read_document(path)
+            read_document(path, refused)

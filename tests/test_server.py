@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
 import random
@@ -383,6 +384,15 @@ def test_refusals_name_what_is_wrong(served: Served, path: str, body: Any, statu
     if isinstance(body, dict) and status == 400:
         assert post(served, path, body | {"stream": True})[0] == 400
     assert not served.worker.running
+
+
+def test_a_document_is_returned_with_what_cannot_be_read_of_it(served: Served) -> None:
+    data = base64.b64encode(b"<p>caf\xe9").decode()
+    notices = ["file a.html: is not utf-8; read as cp1252; --encoding NAME names another"]
+    assert post(served, "/document", {"name": "a.html", "data": data}) == (
+        200,
+        {"text": "caf\xe9", "notices": notices},
+    )
 
 
 def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:

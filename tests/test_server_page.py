@@ -87,6 +87,9 @@ def test_files_are_asked_about(browser: Any, tmp_path: Path, monkeypatch: pytest
         ask("Who is new?", 1)
         old, new = browser.execute_script("return sent")
         assert (len(old), len(new)) == (5, 1)  # nothing of the old chat is in the new one
+        (tmp_path / "odd.html").write_bytes(b"<p>caf\xe9")
+        element("file").send_keys(str(tmp_path / "odd.html"))
+        WebDriverWait(browser, 30).until(lambda _: "read as cp1252" in element("status").text)
         (tmp_path / "bad.pdf").write_bytes(b"%PDF-1.4 torn")
         element("file").send_keys(str(tmp_path / "bad.pdf"))
         WebDriverWait(browser, 30).until(lambda _: "bad.pdf" in element("status").text)

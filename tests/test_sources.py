@@ -193,9 +193,17 @@ def test_a_datastore_is_built_from_a_folder(tmp_path: Path, capsys: pytest.Captu
     (folder / "one.txt").write_text("It was the best of times, it was the worst of times.")
     (folder / "below" / "two.md").write_text("It was the age of wisdom.")
     (folder / "picture.png").write_bytes(b"\xff\xfe")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "locked.txt").symlink_to("/proc/self/mem")
     assert command_line.main(["datastore", "build", str(folder)]) == 0
     out = tmp_path / "texts.datastore.safetensors"
-    assert f"{out}: " in capsys.readouterr().out and out.stat().st_size > 100
+    printed = capsys.readouterr()
+    assert f"{out}: " in printed.out and "of 2 files" in printed.out and out.stat().st_size > 100
+    assert f"skipped {folder / 'latin.txt'}: not UTF-8 (byte 3 is 0xe9)" in printed.err
+    assert f"skipped {folder / 'locked.txt'}: cannot be read (" in printed.err
+    latin = [str(folder), "--out", str(tmp_path / "latin.safetensors"), "--encoding", "cp1252"]
+    assert command_line.main(["datastore", "build", *latin]) == 0
+    assert "of 3 files" in capsys.readouterr().out
     settings: dict[str, object] = {"speculation.levels": ["datastore"], "datastore.path": str(out)}
     with LLM(config="plain", overrides=settings) as llm:
         result = llm.generate("It was the age", SamplingParams(max_tokens=4))
@@ -205,11 +213,12 @@ def test_a_datastore_is_built_from_a_folder(tmp_path: Path, capsys: pytest.Captu
 def test_bad_input(tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "binary").mkdir()
-    (tmp_path / "binary" / "a.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "binary" / "a.txt").write_bytes(b"\xff")
     for arguments, message in (
         ([str(tmp_path / "none")], "is not a folder"),
         ([str(tmp_path / "empty")], "holds no text in files of .txt"),
-        ([str(tmp_path / "binary")], "a.txt: not UTF-8 (byte 0)"),
+        ([str(tmp_path / "binary")], "a.txt: not UTF-8 (byte 0 is 0xff); name its encoding"),
+        ([str(tmp_path / "binary")], "holds no text in files of .txt"),
         ([str(tmp_path), "--out", str(tmp_path)], "is a folder"),
     ):
         assert command_line.main(["datastore", "build", *arguments]) == 2

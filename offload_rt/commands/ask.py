@@ -101,7 +101,7 @@ class Chat:
             kept.check_exists("name a document, --file FILE")
         for path in arguments.files:
             console.working("read", path)
-        text = documents(arguments.files, arguments.encoding) if arguments.files else ""
+        text = documents(arguments.files, console.notice, arguments.encoding) if arguments.files else ""
         console.clear()
         load_configs(arguments.config, dict(arguments.overrides))
         if arguments.max_new_tokens is None:

@@ -7,7 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from offload_rt.commands.console import Console
 from offload_rt.commands.options import SETTING
+from offload_rt.commands.prompts import add_encoding
+from offload_rt.documents import decode, read_bytes
 from offload_rt.errors import UsageError
 from offload_rt.files import check_new
 from offload_rt.settings import SettingDefault
@@ -34,7 +37,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
     )
     add = build.add_argument
-    add("folder", type=Path, metavar="FOLDER", help=f"UTF-8 files: {EXTENSIONS}")
+    add("folder", type=Path, metavar="FOLDER", help=f"text files: {EXTENSIONS}")
+    add_encoding(add)
     meaning = f"model with the tokenizer to use (default: {SETTING}, or the demo pair)"
     add("--model", default=SettingDefault("model"), metavar="FOLDER|ID", help=meaning)
     place = "file to write; must not exist (default: FOLDER.datastore.safetensors, beside the folder)"
@@ -61,15 +65,14 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(model_source(arguments.model))
     if tokenizer is None:
         raise UsageError(f"--model {arguments.model}: has no tokenizer, and a text needs one")
-    texts = []
+    console, texts = Console(quiet=False), []
     for path in _text_files(folder):
         try:
-            texts.append(encode(tokenizer, path.read_text(encoding="utf-8")))
-        except UnicodeDecodeError as error:
-            wrong = f"not UTF-8 (byte {error.start}); convert it, or move it away"
-            raise UsageError(f"{path}: {wrong}") from None
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
+            text = decode(str(path), read_bytes(str(path), path), arguments.encoding)
+        except UsageError as error:
+            console.notice(f"skipped {error}")
+        else:
+            texts.append(encode(tokenizer, text))
     if not any(texts):
         raise UsageError(f"{folder}: holds no text in files of {EXTENSIONS}")
     try:

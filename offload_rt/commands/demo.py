@@ -58,15 +58,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
+    console = Console(quiet=False)
     # Checked before the runtime is imported, which takes seconds.
-    text = prompts.read(arguments)
+    text = prompts.read(arguments, console)
     from cpu_kv import PacedLink
     from offload_rt.api import LLM
     from offload_rt.model.checkpoint_config import model_config
     from offload_rt.model.loading import choose_device, choose_dtype, demo_model, load_model, load_tokenizer
     from offload_rt.results import SamplingParams
 
-    console = Console(quiet=False)
     console.tokens["decode"] = NEW_TOKENS
     cpu, report = choose_device("cpu"), console.progress
     dtype = choose_dtype("auto", cpu, model_config(demo_model("target")).dtype)

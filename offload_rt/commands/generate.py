@@ -99,13 +99,13 @@ def open_llm(arguments: argparse.Namespace, console: Console, sizes: tuple[int, 
 
 
 def run(arguments: argparse.Namespace) -> int:
+    console = Console(arguments.quiet)
     # Checked before the runtime is imported, which takes seconds. Checking levels imports torch.
-    text = prompts.read(arguments)
+    text = prompts.read(arguments, console)
     load_configs(arguments.config, dict(arguments.overrides))
     seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
     others = {"ignore_eos": arguments.ignore_eos, "json_schema": arguments.json_schema}
     params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, **others)
-    console = Console(arguments.quiet)
     console.tokens["decode"] = params.max_tokens
     kept = sessions.Sessions(arguments, console)
     if not (arguments.prompts or arguments.stdin):

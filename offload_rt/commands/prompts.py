@@ -71,8 +71,10 @@ def token_count(text: str) -> int:
     return int(count)
 
 
-def read(arguments: argparse.Namespace) -> str | list[int]:
+def read(arguments: argparse.Namespace, console: Console) -> str | list[int]:
     """Returns the prompts that the user gave, joined, or the built-in one: a text, or token IDs.
+
+    Notices on the console name what cannot be read of a document.
 
     Raises:
         UsageError: texts together with token IDs, an empty prompt, or one that cannot be read.
@@ -83,7 +85,7 @@ def read(arguments: argparse.Namespace) -> str | list[int]:
     named = [*arguments.prompts, *([("-", "-")] if arguments.stdin else [])]
     if not named:
         return built_in()
-    prompts = [_read_one(flag, value, arguments.encoding) for flag, value in named]
+    prompts = [_read_one(flag, value, arguments.encoding, console) for flag, value in named]
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if texts and ids:
@@ -92,19 +94,19 @@ def read(arguments: argparse.Namespace) -> str | list[int]:
     return _joined(texts) if texts else [token for prompt in ids for token in prompt]
 
 
-def _read_one(flag: str, value: str, encoding: str | None) -> str | list[int]:
+def _read_one(flag: str, value: str, encoding: str | None, console: Console) -> str | list[int]:
     if flag == "--prompt-file":
-        return read_document(value, encoding, f"prompt file {value}")
+        return read_document(value, console.notice, encoding, f"prompt file {value}")
     if flag == "--prompt":  # bytes that are not UTF-8 have arrived as lone surrogates
         return decode(flag, os.fsencode(value))
     if flag == "-":
-        return stdin_text(encoding)
+        return stdin_text(encoding, lambda fault: console.notice(f"stdin: {fault}"))
     source = f"token file {value}"
     return _token_ids(source, decode(source, read_bytes(source, value)))
 
 
-def stdin_text(encoding: str | None = None) -> str:
-    """Returns what stdin holds. Raises UsageError where it is closed, empty or no text."""
+def stdin_text(encoding: str | None = None, on_notice: Callable[[str], None] | None = None) -> str:
+    """Returns what stdin holds; see `decode`. Raises UsageError where it is closed, empty or no text."""
     if sys.stdin is None:
         raise UsageError("stdin: is closed; pipe a text into it")
     try:
@@ -112,7 +114,7 @@ def stdin_text(encoding: str | None = None) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"stdin: cannot be read ({reason}); pipe a text into it") from None
-    return decode("stdin", data, encoding)
+    return decode("stdin", data, encoding, on_notice)
 
 
 def _joined(texts: list[str]) -> str:

@@ -76,12 +76,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Searches, writes the configuration, and prints how fast it is."""
     base = _checked(arguments)
-    text = prompts.read(arguments)
+    console = Console(quiet=False)
+    text = prompts.read(arguments, console)
     from offload_rt.model.loading import DEMO
     from offload_rt.model.named_shapes import find_shape
 
     params = distribution(arguments, seed=arguments.seed, ignore_eos=True)
-    console = Console(quiet=False)
     with machine_errors_in_a_line():
         prompt = prompts.tokens(text, arguments, console)
     if len(prompt) < SHORTEST:

@@ -97,13 +97,15 @@ class Service:
         return JSONResponse({"tokens": tokens})
 
     async def document(self, request: Request) -> Response:
-        """Returns the text of a file that the page has read."""
+        """Returns the text of a file that the page has read, and notices of what cannot be read of it."""
         asked = await _body(request, DocumentRequest)
         try:
             data = base64.b64decode(asked.data, validate=True)
         except (binascii.Error, ValueError):
             raise ApiError(400, "data is not base64", "invalid_value", "data") from None
-        return JSONResponse({"text": await asyncio.to_thread(document_text, asked.name, data)})
+        notices = list[str]()
+        text = await asyncio.to_thread(document_text, asked.name, data, notices.append)
+        return JSONResponse({"text": text, "notices": notices})
 
     async def health(self, request: Request) -> Response:
         if self._worker.closing:
