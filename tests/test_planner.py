@@ -32,9 +32,9 @@ def predicted(**changes: Any) -> Prediction:
 @pytest.mark.parametrize(
     ("model", "draft", "config", "machine", "ms", "plain_ms", "gamma", "tokens"),
     [
-        ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 146.0, 893.5, 11, (15104, 63744, 48152)),
-        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 50.89, 150.9, 9, (58112, 18432, 50456)),
-        ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 81.72, 90.2, 64, (13568, 0, 16908)),
+        ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 146.0, 893.5, 11, (14848, 64000, 48152)),
+        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 51.24, 150.2, 11, (57344, 16128, 53528)),
+        ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 81.56, 90.2, 64, (12800, 0, 17292)),
         ("demo", "demo-draft", "triforce", ("none", 1), 6.11, 22.6, 7, (0, 127_000, 0)),
     ],
 )
@@ -378,18 +378,18 @@ FLOAT32 = replace(LLAMA, dtype=torch.float32)
 @pytest.mark.parametrize(
     ("changes", "why", "change", "longest"),
     [
-        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "", 39936),
+        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "", 35840),
         ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", "", 79104),
         ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", "", 1792),
         ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", "", 90112),
         ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", "2 such GPUs", 0),
         ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", "--dtype bfloat16", 0),
-        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=13248", 121344),
+        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=12688", 109824),
         (
             {"overrides": {"offload.resident_tokens": 65_536}},
             "32.0",
-            "--set offload.resident_tokens=15104",
-            19968,
+            "--set offload.resident_tokens=14592",
+            19712,
         ),
         ({"hardware": gpu(memory_bytes=GIB // 4)}, "take a smaller model", "", 0),
     ],
