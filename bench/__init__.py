@@ -15,6 +15,7 @@ COMMANDS = {
     "paper": ("paper", "the tables and figures of the papers"),
     "model-card": ("model_card", "loss along a long prompt, needle score, acceptance of small caches"),
     "questions": ("questions", "a second question about a document: in memory, from disk, and cold"),
+    "tokens": ("equal_tokens", "greedy tokens beside those of transformers on real text"),
     "rollback": ("rollback", "ways to return recurrent states to the accepted tokens"),
     "pages": ("pages", "packed pages: bits a value, rates of packing, and passes over a link"),
     "gpu": ("gpu", "checks that need a CUDA device"),

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 EMULATED = "EMULATED_CUDA" in os.environ
 """Whether the tests run on it; its value is one of `SCHEDULES`."""
 SCHEDULES = ("late", "soon", "random", "engine")
-DEVICES = 2
+DEVICES = int(os.environ.get("EMULATED_GPUS", "2"))
 CUDA = torch.device("cuda", 0)
 Run = Callable[[], object]
 

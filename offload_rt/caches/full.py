@@ -6,7 +6,6 @@ and `remote.py`, whose partial results combine exactly. Caches derived from this
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -108,7 +107,7 @@ class FullCache:
         self._followers: list[DerivedCache] = []  # derived caches that take segments
         self._mass_chunk: int | None = None
         self._unreported: tuple[int, AttentionSum] | None = None  # attention mass of the newest layer
-        self._cancelled = threading.Event()
+        self._cancelled = False  # no threading.Event: an interrupt of its methods may leave it locked
         if kinds.local:
             self.local.before_layer = self._check_cancelled
 
@@ -191,7 +190,7 @@ class FullCache:
         return total.result(softmax.sinks)
 
     def _check_cancelled(self) -> None:
-        if self._cancelled.is_set():
+        if self._cancelled:
             raise PassCancelled("the sequence was cancelled")
 
     def _report_mass(self) -> None:
@@ -238,7 +237,7 @@ class FullCache:
 
     def cancel(self) -> None:
         """Ends the pass running in another thread at its next layer. No other pass may follow."""
-        self._cancelled.set()
+        self._cancelled = True
 
     def abandon(self) -> None:
         """Forgets the pass that was begun, and closes every stream; the staging ring is free again."""
@@ -315,7 +314,7 @@ class FullCache:
         may then have fewer tokens than `length`, and the others have to be read again.
         """
         self.abandon()
-        self._cancelled.clear()
+        self._cancelled = False
         self.engine.flush()
         length = min(length, self.sequence.length)
         if length != self.local.history.length:
