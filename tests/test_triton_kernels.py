@@ -110,6 +110,25 @@ def test_packing_and_unpacking(shape: PackedShape, pages: int, side: int, scale:
     assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
 
 
+def test_a_sum_in_strided_memory_is_merged_as_it_is() -> None:
+    """Kernels read rows one after the other, and a view may have gaps between them."""
+    draw, heads, rows, dim = Draw(3), 2, 5, 16
+    parts, lses = draw(3, heads, rows, dim), draw(3, heads, rows)
+    wide, lse = draw(heads, 2 * rows, dim)[:, ::2], draw(rows, heads).T
+    assert not wide.is_contiguous() and not lse.is_contiguous()
+    expected = operators.combine(parts, lses, wide, lse)
+    for one, other in zip(triton_operators.combine(parts, lses, wide, lse), expected, strict=True):
+        close(one, other.double(), torch.float32)
+    keys, queries = draw(3, 2, heads, 16, dim)[:, 0], draw(heads, rows, dim)
+    asked = queries, keys, lse, 0.3, rows, 1
+    mass, plain = (torch.zeros(heads, rows, 6, device=DEVICE) for _ in range(2))
+    merged = triton_operators.combine_with_mass_(mass, parts, lses, wide, lse, *asked)
+    operators.chunk_mass_(plain, *asked)
+    close(mass, plain.double(), torch.float32)
+    for one, other in zip(merged, expected, strict=True):
+        close(one, other.double(), torch.float32)
+
+
 MASS = given(
     dtype=DTYPES,
     pages=st.integers(1, 3),

@@ -38,7 +38,8 @@ def combine(
     pages, heads, queries, dim = parts.shape
     new_out = torch.empty(heads, queries, dim, dtype=torch.float32, device=parts.device)
     new_lse = torch.empty(heads, queries, dtype=torch.float32, device=parts.device)
-    given = parts, lses.contiguous(), new_out if out is None else out, new_lse if lse is None else lse
+    before = (new_out, new_lse) if out is None or lse is None else (out.contiguous(), lse.contiguous())
+    given = parts, lses.contiguous(), *before
     with _on_device_of(parts):
         _segment[(heads * queries,)](
             *(*given, new_out, new_lse, pages, queries, heads * queries, dim, *parts.stride()[:3]),
@@ -96,6 +97,7 @@ def combine_with_mass_(
         return combine(parts, lses, out, lse)
     arguments, sizes, programs = _mass_arguments(mass, queries, keys, reference, scale, period, step, block)
     pages, heads, folded, dim = parts.shape
+    out, lse = out.contiguous(), lse.contiguous()
     new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
     with _on_device_of(mass):
         _segment[(heads * folded + programs,)](
