@@ -142,6 +142,9 @@ class Rotary:
         if self._module is None or (self._types is not None and layer_type not in self._types):
             return None
         of_type = {} if self._types is None else {"layer_type": layer_type}
+        if hasattr(self._module, "mrope_section"):
+            # Time, height and width are the same in a text; older versions of transformers expect all three.
+            position_ids = position_ids.expand(3, *position_ids.shape)
         embeddings: tuple[Tensor, Tensor] = self._module(hidden, position_ids=position_ids, **of_type)
         return embeddings
 
