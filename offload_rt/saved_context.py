@@ -300,7 +300,7 @@ class SavedContext:
         points = []
         try:
             for at, (end, described) in enumerate(zip(self._reads, self._described, strict=True)):
-                if end > length:
+                if not 0 < end <= length:  # to no token it can return without a point
                     continue
                 queries, local = None, None
                 if described is None or described["queries"]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,31 @@ def test_a_restored_context_goes_on_as_one_that_was_never_saved(arch: str, tmp_p
                 check_end(arch, restored, [*TEXT[:40], *OTHER[:9]])
                 restored.close()
         check_end(arch, context, tokens[:78])
+
+
+@pytest.mark.parametrize("arch", [*KINDS, "lfm2", "bamba"])
+def test_a_context_without_a_verified_token_is_restored(arch: str, tmp_path: Path) -> None:
+    """Of one token, or rewound before the first length that it can return to."""
+    path = tmp_path / "a.safetensors"
+    with open_llm(arch) as llm, open_llm(arch, link=True) as other:
+        for read, kept in ((1, 1), (40, 1), (40, 2), (40, 10)):
+            with llm.read(TEXT[:read]) as context:
+                context.rewind(kept)
+                with context.fork() as fork:
+                    fork.save(path)
+                    check_end(arch, fork, TEXT[:kept])
+                for place, again_saved in product((llm, other), (False, True)):
+                    with place.load(path) as restored:
+                        if again_saved:
+                            restored.save(path)
+                        restored.append(OTHER[:9])
+                        check_end(arch, restored, [*TEXT[:kept], *OTHER[:9]])
+                        restored.rewind(kept)
+                        check_end(arch, restored, TEXT[:kept])
+                context.save(path)
+                check_end(arch, context, TEXT[:kept])
+                with llm.load(path) as restored:
+                    check_end(arch, restored, TEXT[:kept])
 
 
 @PLACES

@@ -266,7 +266,7 @@ class FullCache:
 
     def points(self, length: int) -> list[ReadPoint]:
         """Returns the lengths up to `length` that the sequence can return to, in host memory."""
-        if self.local.layers.kinds.local and self.verified_length == length:
+        if self.local.layers.kinds.local and self.verified_length == length > 0:
             self._add_point(None)
         return [
             replace(one, queries=None if one.queries is None else one.queries.cpu())
