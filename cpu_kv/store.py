@@ -205,15 +205,41 @@ class SequenceKV:
         for layer in layers:
             for means in self._means:
                 means.cut(layer, start)  # an interrupt may have left more
-                first, end = means.missing(layer, length)
-                for part in self._span(layer, first, end) if first < end else ():
-                    means.extend(layer, part)
+                self._extend(means, layer, length)
         # One assignment for all of them: an interrupt before it leaves every layer as it was.
         self._lengths = [length if layer in layers else before for layer, before in enumerate(self._lengths)]
         page = self.layout.page_size
         for layer in layers:
             for run, first_page, last_page in self._runs_of(start // page, length // page):
                 self._pool.pack(run.slab, layer, first_page, last_page)
+
+    def _extend(self, means: ChunkMeans, layer: int, length: int) -> None:
+        """Computes the means that are missing of a layer's first ``length`` tokens."""
+        first, end = means.missing(layer, length)
+        for part in self._span(layer, first, end) if first < end else ():
+            means.extend(layer, part)
+
+    def keep_means(self, chunk_size: int | None = None, page_means: bool = False) -> None:
+        """Keeps further means from here on, and computes those of the tokens that are present.
+
+        Means that the sequence keeps already stay. For the arguments see ``PagedKVStore.new_sequence``;
+        afterwards ``summaries`` are of chunks of ``chunk_size`` tokens, unless it is None. No other thread
+        may append or read means meanwhile.
+        """
+        self._check()
+        if chunk_size is not None:
+            self.summaries = self._kept(ChunkMeans(self.layout, chunk_size))
+        if page_means:
+            self.page_means = self._kept(ChunkMeans(self.layout, self.layout.page_size, values=True))
+
+    def _kept(self, wanted: ChunkMeans) -> ChunkMeans:
+        """Returns the means of the same kind that the sequence keeps, else ``wanted``, which it then keeps."""
+        for means in filter(wanted.same_kind, self._means):
+            return means
+        for layer, length in enumerate(self._lengths):
+            self._extend(wanted, layer, length)
+        self._means.append(wanted)
+        return wanted
 
     def fork(self, length: int, chunk_size: int | None = None, page_means: bool = False) -> SequenceKV:
         """Returns a new sequence of the store that begins with the first ``length`` tokens of this one.

@@ -191,8 +191,8 @@ class Context:
         """Appends a prompt, if there is one, and continues the context, which then contains both.
 
         Args:
-            config: another config than the LLM's own, for this call alone. It uses the same KV, so the means
-                that it retrieves by (`retrieval.rest`, `.select`) must have been kept.
+            config: another config than the LLM's own, for this call only. It uses the same KV; means of it
+                that the config retrieves by are computed when they are first needed.
             overrides: config values by full key, for a `config` that is named.
             changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_engine import again
 from tiny_models import byte_ids, noisy_copy, tiny_target
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, Context, SamplingParams
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.errors import UsageError
 
@@ -57,24 +59,60 @@ def test_a_context_is_decoded_as_a_new_reading_would_be(monkeypatch: pytest.Monk
         assert counted(again(text, params)) == fresh["triforce"]
 
 
-def test_another_config_needs_the_means_that_it_retrieves_by() -> None:
+MEAN_KEYS = SMALL | {"retrieval.select": "mean_keys"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_means_are_computed_when_they_are_first_needed(packed: bool, tmp_path: Path) -> None:
+    """Whatever config the context was read with; bit for bit those that are computed while reading."""
+    target, prompt, params = tiny_target(), byte_ids(200), SamplingParams(max_tokens=16)
+    if packed:
+        target = target.bfloat16()
+    store = {"store.code": "packed"} if packed else {}
+    chunks = (SMALL, MEAN_KEYS, MEAN_KEYS | {"retrieval.chunk": 4}, SMALL | {"retrieval.rest": False})
+    fresh, means = [], []
+    for values in chunks:
+        with LLM.from_models(target, config="retrieval", overrides=values | store) as llm:
+            text = llm.read(prompt)
+            fresh.append(counted(again(text, params)))
+            text.rewind(len(prompt))
+            means.append(kept(llm))
+    for reading in ("plain", "retrieval"):
+        with LLM.from_models(target, config=reading, overrides=SMALL | store) as llm:
+            text = llm.read(prompt)
+            text.save(tmp_path / "a.safetensors")
+            for one in (text, llm.load(tmp_path / "a.safetensors"), text.fork()):
+                for values, tokens, wanted in zip(chunks, fresh, means, strict=True):
+                    assert counted(again(one, params, "retrieval", values)) == tokens
+                    one.rewind(len(prompt))
+                    found = kept(llm, one)
+                    for which, theirs in wanted.items():
+                        assert torch.equal(found[which], theirs), which
+                one.close()
+
+
+def kept(llm: LLM, context: Context | None = None) -> dict[str, torch.Tensor]:
+    """Returns the means that a sequence keeps, by their names."""
+    sequence = llm.engine.sequences[-1] if context is None else context._sequence
+    kv = sequence.full.sequence
+    named = {"summaries": kv.summaries, "page_means": kv.page_means}
+    layers = range(kv.layout.layers)
+    return {
+        name: torch.stack([one.means(layer).clone() for layer in layers])
+        for name, one in named.items()
+        if one is not None
+    }
+
+
+def test_where_another_config_is_refused_the_prompt_is_not_appended() -> None:
     params = SamplingParams(max_tokens=2)
     with LLM.from_models(tiny_target(), config="plain", overrides=SMALL) as llm:
         text = llm.read(byte_ids(100))
-        with pytest.raises(UsageError, match=r"retrieval\.rest needs .* set retrieval\.rest=false"):
-            text.generate(byte_ids(3), params, "retrieval", SMALL)
+        with pytest.raises(UsageError, match=r"retrieval\.chunk = 32 must divide"):
+            text.generate(byte_ids(3), params, "retrieval", SMALL | {"retrieval.chunk": 32, "store.page": 32})
         with pytest.raises(UsageError, match="has no tokenizer: stop strings"):
             text.generate(byte_ids(3), params, stop="end")
-        assert len(text) == 100, "where generating is refused, the prompt is not appended"
-        alone = SMALL | {"retrieval.rest": False}
-        by_means = alone | {"retrieval.select": "mean_keys"}
-        with pytest.raises(UsageError, match="keys of chunks of 8 tokens, .* retrieval.select=attention"):
-            text.generate((), params, "retrieval", by_means)
-        assert len(again(text, params, "retrieval", alone).tokens) == 2
+        assert len(text) == 100
         with pytest.raises(UsageError, match="more than the 8192 positions"):
             text.generate((), SamplingParams(max_tokens=9000))
         assert len(again(text, params).tokens) == 2
-    with LLM.from_models(tiny_target(), config="retrieval", overrides=SMALL) as llm:
-        text = llm.read(byte_ids(100))
-        with pytest.raises(UsageError, match="keys of chunks of 8 tokens"):  # by attention, none are kept
-            text.generate((), params, "retrieval", by_means)

@@ -260,8 +260,8 @@ class TokenSequence:
         and store come too late.
 
         Raises:
-            UsageError: `config` retrieves by means that were not kept when the sequence was read, or in
-                chunks that do not divide its pages; or see `check_length`.
+            UsageError: `config` retrieves in chunks that do not divide the sequence's pages; or see
+                `check_length`.
         """
         self.check_length(len(self.tokens) + continuation.max_tokens)
         config = self.retrievable(config)
@@ -275,6 +275,7 @@ class TokenSequence:
         if lost and self.target.kinds.full:
             self.full.rewind(max(0, self.full.verified_length - LAST_QUERIES))
         self._read()
+        self._kv.keep_means(*kept_means(config))
         self.start = len(self.tokens)
         for engine in self._engines:
             engine.counters = TransferCounters()
@@ -377,7 +378,7 @@ class TokenSequence:
             if config.value(key) == open_value:
                 config = config.having(key, self.planned.value(key))
         for level in levels_of(config):
-            level.check_read(self.planned, self._kv.layout.page_size)
+            level.check_page(self._kv.layout.page_size)
         budget = self.planned.retrieval.budget
         if config.retrieval.budget == 0 and budget >= config.retrieval.always_held:
             return config.having("retrieval.budget", budget)

@@ -282,15 +282,8 @@ class Level(ABC):
     def load(self, target: CausalModel, heads: Heads) -> None:  # noqa: B027
         """Reads what it needs beside the models, before a prompt is read. Raises UsageError."""
 
-    def check_read(self, read_by: Config, page: int) -> None:  # noqa: B027
-        """Refuses to draft for a sequence that was read by another config, where that kept too little.
-
-        Args:
-            page: tokens of a page of the store.
-
-        Raises:
-            UsageError: names what is missing and the remedy.
-        """
+    def check_page(self, page: int) -> None:  # noqa: B027
+        """Raises UsageError where the level cannot draft for a sequence in pages of `page` tokens."""
 
 
 def local_memory(shape: ModelShape, queries: int) -> Memory:

@@ -354,20 +354,8 @@ class RetrievedLevel(ModelLevel):
         device = resources.target.device
         return AttentionScores(full.layout, device, retrieval.chunk, decay, resources.pages)
 
-    def check_read(self, read_by: Config, page: int) -> None:
-        (chunks, pages), (kept_chunks, kept_pages) = self.kept_means, kept_means(read_by)
+    def check_page(self, page: int) -> None:
         name, chunk = self.config.name, self.config.retrieval.chunk
-        if chunks not in (None, kept_chunks):
-            raise UsageError(
-                f"config {name}: retrieval.select mean_keys needs mean keys of chunks of {chunks} tokens, "
-                "and the context was read without: read it with an LLM of this config, or set "
-                "retrieval.select=attention"
-            )
-        if pages and not kept_pages:
-            raise UsageError(
-                f"config {name}: retrieval.rest needs means of pages, and the context was read without: "
-                "read it with an LLM of this config, or set retrieval.rest=false"
-            )
         if page % chunk:
             raise UsageError(
                 f"config {name}: retrieval.chunk = {chunk} must divide the store's page of {page} tokens, by "
