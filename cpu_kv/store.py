@@ -233,7 +233,7 @@ class SequenceKV:
             self.page_means = self._kept(ChunkMeans(self.layout, self.layout.page_size, values=True))
 
     def _kept(self, wanted: ChunkMeans) -> ChunkMeans:
-        """Returns the means of the same kind that the sequence keeps, else ``wanted``, which it then keeps."""
+        """Returns the means of the kind of ``wanted`` that the sequence keeps, which may be ``wanted``."""
         for means in filter(wanted.same_kind, self._means):
             return means
         for layer, length in enumerate(self._lengths):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import Link
 from offload_rt import clock
-from offload_rt.batch import generate_batch
+from offload_rt.batch import continue_batch, generate_batch
 from offload_rt.chat import ChatTemplate, Messages, checked_messages, is_messages
 from offload_rt.config import AUTO, Config
 from offload_rt.context import GREEDY, ROOM, Context, Prompt, TokenStream
@@ -45,7 +45,7 @@ from offload_rt.results import (
 )
 from offload_rt.sampling import GeneratorDraws
 from offload_rt.saved_context import SavedContext
-from offload_rt.text import encode
+from offload_rt.text import decode, encode
 from offload_rt.thought_grammar import thoughts_first
 from offload_rt.thoughts import ThoughtMarks
 from offload_rt.toml import load_config, load_configs
@@ -197,6 +197,28 @@ class LLM:
             raise UsageError(f"model {name} has no tokenizer: give the prompt as token ids")
         return encode(self.tokenizer, text, last, special=special)
 
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Returns the text of token IDs (also a tensor), without special tokens: what `encode` was given.
+
+        Args:
+            special: write special tokens as well.
+
+        Raises:
+            UsageError: a token is outside the vocabulary, or the model has no tokenizer.
+        """
+        if self.tokenizer is None:
+            name = self.engine.target.name
+            raise UsageError(f"model {name} has no tokenizer: its tokens have no text")
+        return decode(self.tokenizer, self._known(token_ids(tokens), "token"), special=special)
+
+    def _known(self, tokens: list[int], what: str) -> list[int]:
+        """Returns token IDs that are in the vocabulary. Raises UsageError, which begins with `what`."""
+        vocabulary = self.engine.target.vocabulary
+        outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if outside is not None:
+            raise UsageError(f"{what} {outside} is outside the vocabulary of {vocabulary}")
+        return tokens
+
     def read(self, prompt: Prompt, room: int = ROOM) -> Context:
         """Reads a text, token IDs or chat messages, once; the context that is returned owns their KV.
 
@@ -251,7 +273,8 @@ class LLM:
     ) -> GenerationResult | list[GenerationResult]:
         """Continues a prompt (a text, token IDs, also a tensor, or chat messages), or several as one batch.
 
-        Short for `read`, `Context.generate` and `Context.close`. The sequences of a batch share their passes.
+        Short for `read`, `Context.generate` and `Context.close`. The sequences of a batch share their passes,
+        and what several prompts begin with is read once.
         Each has its own length, acceptance, stop and seed; one that fails while they are continued ends
         alone, with `finish_reason` "error". An interrupt ends all of them.
 
@@ -264,6 +287,27 @@ class LLM:
                 self._close_dropped()
             return generate_batch(self, cast(Sequence[Prompt], prompt), params, changes)
         return self.stream(cast(Prompt, prompt), cast(SamplingParams, params), **changes).finish()
+
+    def generate_from(
+        self,
+        contexts: Sequence[Context],
+        prompts: Sequence[Prompt] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        **changes: Any,
+    ) -> list[GenerationResult]:
+        """Continues several contexts as one batch, forks of one context, say; see `Context.generate`.
+
+        Each context then contains its prompt and what was generated. See `generate` for failures.
+
+        Args:
+            prompts: one for each context, which is appended to it; None: the contexts go on as they are.
+            params: for all contexts, or one for each.
+            changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
+
+        Raises:
+            UsageError: a prompt does not fit, or a context is closed, of another LLM, or given twice.
+        """
+        return continue_batch(self, contexts, prompts, params, changes)
 
     def stream(self, prompt: Prompt, params: SamplingParams = GREEDY, **changes: Any) -> TokenStream:
         """Continues `prompt` token by token. Closing the stream stops it; its `result` has what was made.
@@ -342,7 +386,6 @@ class LLM:
             behind: the prompt is appended to others, so that no beginning-of-text token goes before it.
             date: the one that a chat template writes; None: now.
         """
-        target = self.engine.target
         if is_messages(prompt):
             if behind:
                 raise UsageError(
@@ -353,10 +396,7 @@ class LLM:
             tokens = self.encode(prompt, special=not behind) if isinstance(prompt, str) else token_ids(prompt)
         if not tokens or (isinstance(prompt, str) and not prompt):
             raise UsageError("the prompt is empty: give it at least one token")
-        outside = next((t for t in tokens if not 0 <= t < target.vocabulary), None)
-        if outside is not None:
-            raise UsageError(f"prompt token {outside} is outside the vocabulary of {target.vocabulary}")
-        return tokens
+        return self._known(tokens, "prompt token")
 
     def checked_params(self, params: SamplingParams, changes: Mapping[str, Any] = {}) -> SamplingParams:
         """Returns `params` with other values of some fields, checked for this model."""

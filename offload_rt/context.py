@@ -388,6 +388,7 @@ class TokenStream(Iterator[TokenEvent]):
         on_end: called once with the result when the stream has ended.
 
     Attributes:
+        output: turns the sequence's decode steps into events.
         result: the text with its statistics, once the stream has ended.
     """
 
@@ -399,36 +400,36 @@ class TokenStream(Iterator[TokenEvent]):
     ) -> None:
         self.result: GenerationResult | None = None
         self._engine = engine
-        self._output = output
+        self.output = output
         self._on_end = on_end
         self._events: Iterator[TokenEvent] = iter(())
 
     def splitter(self) -> ThoughtSplitter:
         """Returns a splitter of the text into its thoughts and its answer."""
-        return self._output.splitter()
+        return self.output.splitter()
 
     @property
     def tokens(self) -> list[int]:
         """Token IDs that were taken."""
-        return self._output.tokens
+        return self.output.tokens
 
     def __next__(self) -> TokenEvent:
         try:
             while self.result is None:
                 if (event := next(self._events, None)) is not None:
                     return event
-                if self._output.ended:
+                if self.output.ended:
                     break
                 with self._engine.lock:
                     if self.result is None:  # no other thread has closed it
-                        (self._events,) = step(self._engine, [self._output])
+                        (self._events,) = step(self._engine, [self.output])
         except BaseException:
             self.close()
             raise
         if self.result is None:
             self.close()
-            if self._output.error is not None:
-                raise self._output.error
+            if self.output.error is not None:
+                raise self.output.error
         raise StopIteration
 
     def finish(self) -> GenerationResult:
@@ -443,7 +444,7 @@ class TokenStream(Iterator[TokenEvent]):
             if self.result is None:
                 try:
                     # The link would go on into a pass that nobody asks for.
-                    self._engine.stop(self._output.sequence)
+                    self._engine.stop(self.output.sequence)
                 finally:  # also where a second interrupt cuts that short
-                    self.result = self._output.result()
+                    self.result = self.output.result()
                     self._on_end(self.result)

@@ -38,6 +38,11 @@ def encode(
     return tokens if last is None else keep_last(tokens, last, tokenizer)
 
 
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, special: bool = False) -> str:
+    """Returns the text of tokens, with or without special ones; spaces stay as they are."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+
 def check_unicode(text: str) -> None:
     """Raises UsageError for a text that is not valid Unicode."""
     try:
@@ -209,9 +214,7 @@ class TextStream:
     def _decode(self, tokens: list[int]) -> str:
         assert self._tokenizer is not None
         # Cleaning up would change text that has been returned already.
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return decode(self._tokenizer, tokens)
 
     def _release(self, new: str) -> str:
         """Returns the part of the held text and `new` that cannot belong to a stop string any more."""
@@ -249,4 +252,4 @@ class TokenTexts:
         return self._decode([*self._before, token])[self._start :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        return decode(self._tokenizer, tokens, special=True)

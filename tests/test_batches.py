@@ -169,3 +169,59 @@ def test_prompts_and_parameters_belong_together(target: PreTrainedModel) -> None
             llm.generate(PROMPT, [SamplingParams()])  # type: ignore[call-overload]
         with pytest.raises(UsageError, match="the prompt is empty"):
             llm.generate([PROMPT, []])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("config", ["plain", "triforce", "lookup"])
+def test_a_common_beginning_is_read_once(
+    make: Any, config: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all prompts, or of some; of one that is the beginning of another; of the same prompt twice."""
+    llm, common = make(config), PROMPT[:100]
+    prompts = [[*common, *byte_ids(9, start=700 + 50 * at)] for at in range(3)]
+    prompts += [common, common, byte_ids(70, start=500), [*byte_ids(70, start=500), 3, 4]]
+    params = [SamplingParams(temperature, max_tokens=12, seed=at) for at in range(len(prompts))]
+    alone = [llm.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    read, original = list[int](), Engine.read
+
+    def counting(engine: Engine, sequence: TokenSequence, tokens: Sequence[int]) -> None:
+        read.append(len(tokens))
+        original(engine, sequence, tokens)
+
+    monkeypatch.setattr(Engine, "read", counting)
+    together = llm.generate(prompts, params)
+    assert [told(member) for member in together] == [told(one) for one in alone]
+    assert sum(read) <= len(common) + 70 + 4 * 10
+    assert llm.engine.store.used_bytes == 0
+
+
+@pytest.mark.parametrize("config", ["plain", "triforce"])
+def test_forks_are_a_batch(make: Any, config: str) -> None:
+    llm = make(config)
+    params = [SamplingParams(0.8, max_tokens=count, seed=at) for at, count in enumerate((9, 14, 6))]
+    prompts = [byte_ids(5, start=100 * at) for at in range(3)]
+    with llm.read(PROMPT) as context:
+        forks = [context.fork() for _ in range(3)]
+        wanted = []
+        for prompt, one in zip(prompts, params, strict=True):
+            with context.fork() as fork:
+                wanted.append((fork.generate(prompt, one).tokens, fork.tokens))
+        results = llm.generate_from(forks, prompts, params)
+        assert [(r.tokens, f.tokens) for r, f in zip(results, forks, strict=True)] == wanted
+        assert all(len(one.tokens) == 4 for one in llm.generate_from(forks, max_tokens=4))
+        with pytest.raises(UsageError, match="is in the batch twice: give a fork"):
+            llm.generate_from([context, context])
+        with pytest.raises(UsageError, match="3 contexts but 1 prompts"):
+            llm.generate_from(forks, ["a"])
+        forks[1].close()
+        with pytest.raises(UsageError, match="prompt 1 of the batch"):
+            llm.generate_from(forks, prompts)
+        assert forks[0].generate((), max_tokens=2).tokens
+
+
+def test_decode_is_the_counterpart_of_encode(make: Any) -> None:
+    llm = make("plain")
+    assert llm.decode(llm.encode("Call me Ishmael.")) == "Call me Ishmael."
+    assert llm.decode(torch.tensor(llm.encode("Ahab"))) == "Ahab" and llm.decode([]) == ""
+    with pytest.raises(UsageError, match="token 100000 is outside the vocabulary"):
+        llm.decode([100000])

@@ -20,7 +20,6 @@ from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, S
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.split import ModelLayers, SourceLayers, SplitCache
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import Config
 from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.expectations import (
     SAME_MODEL_ACCEPTANCE,
@@ -31,7 +30,7 @@ from offload_rt.drafting.head_drafter import Heads
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes, kept_means, local_memory
+from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes, local_memory
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
