@@ -40,7 +40,9 @@ def encode(
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, special: bool = False) -> str:
     """Returns the text of tokens, with or without special ones; spaces stay as they are."""
-    return str(tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+    return str(
+        tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+    )
 
 
 def check_unicode(text: str) -> None:
