@@ -53,7 +53,7 @@ def generate_batch(
         for at in sorted(range(len(sizes)), key=lambda at: sum(sizes[at])):
             left = len(sizes) - len(opened)
             runner = engine.target.for_length(*sizes[at])
-            best = max(read, key=lambda one: one.begins(checked[at], runner), default=None)
+            best = _longest(read, checked[at], runner)
             with _named(at):
                 sequence = engine.open(checked[at], wanted[at].max_tokens, sequences=left, prefix=best)
             closing.callback(engine.close_sequence, sequence)
