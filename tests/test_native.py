@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +29,7 @@ from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend, cho
 from offload_rt.attention.quantized import GROUP, QuantizedKV
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.machine.memory import CACHE_FOLDER, cache_folder
+from offload_rt.native import building
 
 PROCESSORS = {
     "native": (),
@@ -52,7 +59,7 @@ def built() -> dict[str, Path]:
     flags, build = processor_flags(), native._fingerprint(compiler)
     runs = [p for p, needed in PROCESSORS.items() if p == "native" or (flags and flags.issuperset(needed))]
     paths = {processor: cache_folder() / f"test-{build}-{processor}.so" for processor in runs}
-    missing = [processor for processor, path in paths.items() if not path.exists()]
+    missing = [processor for processor, path in paths.items() if not building.intact(path)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda processor: native._build(compiler, paths[processor], processor), missing))
     return paths
@@ -386,7 +393,17 @@ extern "C" void offload_rt_quantize_bfloat16_8(void*) {}
 extern "C" void offload_rt_quantize_bfloat16_4(void*) {}
 extern "C" void offload_rt_pack() {}
 extern "C" void offload_rt_unpack() {}
+#include <cstring>
+extern "C" long offload_rt_sizeof(const char* name) {
+    const struct { const char* name; long size; } sizes[] = { SIZES };
+    for (auto& one : sizes) if (!std::strcmp(one.name, name)) return one.size;
+    return 0;
+}
 """
+STRUCTURES = (native._Pages, native._PackedShape, native._PackedPages, native._Quantized, native._Quantize)
+STRUCTURES += (native._Call, native._PackedCall, native._QuantizedCall)
+SIZES = ", ".join(f'{{"{one.__name__.lstrip("_")}", {ctypes.sizeof(one)}}}' for one in STRUCTURES)
+STAND_IN = STAND_IN.replace("SIZES", SIZES)
 """A kernel that is compiled in no time."""
 
 
@@ -421,7 +438,7 @@ def test_is_built_once(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("no C++ compiler here")
     (path,) = unbuilt.iterdir()  # nothing else is left
     native.load_kernel.cache_clear()
-    monkeypatch.setattr(native, "_build", lambda *given: pytest.fail("built again"))
+    monkeypatch.setattr(native, "build", lambda *given: pytest.fail("built again"))
     kernel = native.load_kernel()
     assert kernel is not None and kernel.lanes == 16
     assert list(unbuilt.iterdir()) == [path]
@@ -444,6 +461,95 @@ def test_a_build_appears_whole_or_not_at_all(unbuilt: Path, monkeypatch: pytest.
         assert (native.load_kernel() is None) == bool(status)
         assert len(list(unbuilt.glob("*.so"))) == 1 - status and len(list(unbuilt.iterdir())) == 1 - status
     assert ".so" not in log.read_text(), "seen by another process while it was built"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:100],
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-1],
+        lambda content: content[:-40] + content[-39:] + b"x",
+        lambda content: content[:2000] + bytes(64) + content[2064:],
+        lambda content: b"no library",
+    ],
+    ids=["empty", "head", "half", "a byte less", "moved", "zeros", "foreign"],
+)
+def test_a_damaged_library_is_built_anew(unbuilt: Path, damage: Callable[[bytes], bytes]) -> None:
+    """Loading one that is cut short would end the process."""
+    if native.load_kernel() is None:
+        pytest.skip("no C++ compiler here")
+    (path,) = unbuilt.iterdir()
+    whole = path.read_bytes()
+    path.unlink()  # it is mapped
+    path.write_bytes(damage(whole))
+    native.load_kernel.cache_clear()
+    kernel = native.load_kernel()
+    assert kernel is not None and kernel.lanes == 16 and building.intact(path)
+    assert list(unbuilt.iterdir()) == [path]
+
+
+def test_what_a_killed_build_has_left_is_removed(unbuilt: Path) -> None:
+    """Not what another process is still building."""
+    endings = building.LOCK, building.BUILT
+    left = [building.beside(unbuilt / name, ending) for name in "ab" for ending in endings]
+    for path in left:
+        path.touch()
+    with left[2].open("ab") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        if native.load_kernel() is None:
+            pytest.skip("no C++ compiler here")
+        assert {*unbuilt.glob(".*")} == {*left[2:]}
+
+
+def slow_compiler(folder: Path, seconds: float) -> Path:
+    """A compiler that takes its time, and notes each of its builds in `log`."""
+    real = os.environ.get("CXX") or shutil.which("g++")
+    if real is None:
+        pytest.skip("no C++ compiler here")
+    compiler = folder / "slow"
+    compiler.write_text(f"""#!/bin/sh
+        [ "$1" = --version ] && exec {real} --version
+        echo build >> {folder}/log; sleep {seconds}; exec {real} "$@" """)
+    compiler.chmod(0o755)
+    return compiler
+
+
+def test_a_build_that_takes_long_is_there_at_a_later_start(
+    unbuilt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = unbuilt.parent
+    monkeypatch.setenv("CXX", str(slow_compiler(folder, 1.0)))
+    monkeypatch.setattr(native, "build", partial(building.build, patience_s=0.3))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="takes longer than 0.3 s to build: until it is there"):
+            assert native.load_kernel() is None
+        native.load_kernel.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setenv("CXX", str(folder / "slow"))
+    until = time.monotonic() + 30
+    while not list(unbuilt.glob("*.so")) and time.monotonic() < until:
+        time.sleep(0.05)
+    (path,) = unbuilt.glob("*.so")
+    assert building.intact(path) and (folder / "log").read_text().split() == ["build"]
+
+
+def test_two_processes_build_once(unbuilt: Path) -> None:
+    compiler, path = slow_compiler(unbuilt.parent, 0.5), unbuilt / "one.so"
+    command = [sys.executable, building.__file__, str(compiler), str(path), "-shared", str(native.SOURCE)]
+    builders = [subprocess.Popen(command) for _ in range(2)]
+    assert [builder.wait(60) for builder in builders] == [0, 0]
+    assert building.intact(path) and (unbuilt.parent / "log").read_text().split() == ["build"]
+    assert [*unbuilt.iterdir()] == [path]
+
+
+def test_structures_of_another_size_are_noticed(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler here")
+    native.SOURCE.write_text(STAND_IN.replace(f'"Pages", {ctypes.sizeof(native._Pages)}', '"Pages", 48'))
+    with pytest.raises(TypeError, match="Pages takes 40 bytes, and 48 in the native library"):
+        native.load_kernel()
 
 
 def test_another_source_is_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

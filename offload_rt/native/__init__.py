@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor
 
 from cpu_kv.packed import PackedShape, PackedSide
-from offload_rt.files import replacing
 from offload_rt.machine.memory import cache_folder
+from offload_rt.native.building import StillBuilding, build, intact
 
 if TYPE_CHECKING:
     from offload_rt.attention.quantized import QuantizedLayer
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("attention.cpp")
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 SWITCH = "OFFLOAD_RT_NATIVE"
-BUILD_TIMEOUT_S = 120
 _FLAGS = ("-O3", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
 
 
@@ -104,24 +104,23 @@ class _Quantize(ctypes.Structure):
     ]
 
 
-def _call_over(pages: type[ctypes.Structure]) -> type[ctypes.Structure]:
+def _call_over(name: str, pages: type[ctypes.Structure]) -> type[ctypes.Structure]:
     """Returns the arguments of a call over keys and values in a form, as `Call` of `attention.cpp`."""
-
-    class Call(ctypes.Structure):
-        _fields_ = [
-            ("queries", _Pages),
-            *((name, pages) for name in ("keys", "values")),
-            *((name, ctypes.c_void_p) for name in ("out", "lse", "before", "lse_before")),
-            *((name, ctypes.c_void_p) for name in ("mask", "mass", "reference")),
-            *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim")),
-            *((name, ctypes.c_int64) for name in ("threads", "mass_stride", "chunk", "period", "step")),
-            ("scale", ctypes.c_float),
-        ]
-
-    return Call
+    fields = [
+        ("queries", _Pages),
+        *((name, pages) for name in ("keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "before", "lse_before")),
+        *((name, ctypes.c_void_p) for name in ("mask", "mass", "reference")),
+        *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim")),
+        *((name, ctypes.c_int64) for name in ("threads", "mass_stride", "chunk", "period", "step")),
+        ("scale", ctypes.c_float),
+    ]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-_Call, _PackedCall, _QuantizedCall = map(_call_over, (_Pages, _PackedPages, _Quantized))
+_Call = _call_over("Call", _Pages)
+_PackedCall = _call_over("PackedCall", _PackedPages)
+_QuantizedCall = _call_over("QuantizedCall", _Quantized)
 
 
 class Kernel:
@@ -134,6 +133,8 @@ class Kernel:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
+        self._library.offload_rt_sizeof.argtypes = (ctypes.c_char_p,)
+        self._library.offload_rt_sizeof.restype = ctypes.c_int64
         self.lanes = self.number("lanes")
         self.bfloat16_dots = bool(self.number("bfloat16_dots"))
         self._entry: dict[torch.dtype, Callable[..., None]] = {}
@@ -155,11 +156,28 @@ class Kernel:
         self._unpack = self.function("unpack", _PackedShape, *runs, pointer, number)
 
     def function(self, name: str, structure: type[ctypes.Structure], *types: Any) -> Callable[..., None]:
-        """Returns a function of the library that takes the address of a structure, then other arguments."""
+        """Returns a function of the library that takes the address of a structure, then other arguments.
+
+        Raises:
+            TypeError: the library's structure has another size.
+        """
+        for one in (structure, *types):
+            if issubclass(one, ctypes.Structure):
+                self.check_size(one)
         function: Callable[..., None] = getattr(self._library, f"offload_rt_{name}")
         function.argtypes = ctypes.POINTER(structure), *types  # type: ignore[attr-defined]
         function.restype = None  # type: ignore[attr-defined]
         return function
+
+    def check_size(self, structure: type[ctypes.Structure]) -> None:
+        """Raises TypeError where the library's structure of that name, or one within it, has another size."""
+        name, here = structure.__name__.lstrip("_"), ctypes.sizeof(structure)
+        there = int(self._library.offload_rt_sizeof(name.encode()))
+        if here != there:
+            raise TypeError(f"{name} takes {here} bytes, and {there} in the native library")
+        for _, kind, *_ in structure._fields_:
+            if issubclass(kind, ctypes.Structure):
+                self.check_size(kind)
 
     def number(self, name: str) -> int:
         """Returns the result of a function of the library without arguments."""
@@ -325,11 +343,16 @@ def load_kernel() -> Kernel | None:
         return None
     try:
         path = cache_folder() / f"attention-{_fingerprint(compiler)}.so"
-        if not path.exists():
+        if not intact(path):
             _build(compiler, path)
         return Kernel(path)
+    except StillBuilding as building:
+        warnings.warn(
+            f"{building}: until it is there, at a later start, attention on the CPU is slower", stacklevel=2
+        )
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):
-        return None
+        pass
+    return None
 
 
 def _fingerprint(compiler: str) -> str:
@@ -346,13 +369,9 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _build(compiler: str, path: Path, processor: str = "native") -> None:
-    """Compiles the sources into a file at `path`, which appears complete or not at all.
+    """Compiles the sources into a file at `path`, see `building.build`.
 
     Args:
         processor: value of the compiler's `-march`.
     """
-    with replacing(path) as built:
-        command = [compiler, f"-march={processor}", *_FLAGS, "-o", str(built), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
-        with built.open("rb") as library:
-            os.fsync(library)  # loading a truncated library, as after a power cut, kills the process
+    build(compiler, path, [f"-march={processor}", *_FLAGS, str(SOURCE)])

@@ -11,7 +11,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "bf16_dots.h"
@@ -308,6 +310,28 @@ void offload_rt_unpack(const PackedShape* shape, const uint8_t* packed, const in
 }
 
 int64_t offload_rt_lanes() { return LANES; }
+
+// Returns the bytes of a structure that callers fill in, by its name there; 0 if there is none of that name.
+int64_t offload_rt_sizeof(const char* name) {
+    const std::pair<const char*, size_t> sizes[] = {
+        {"Pages", sizeof(Pages<float>)},
+        {"PackedShape", sizeof(PackedShape)},
+        {"PackedPages", sizeof(PackedPages)},
+        {"Quantized", sizeof(Quantized<float, 8>)},
+        {"Quantize", sizeof(Quantize<float, 8>)},
+        {"Call", sizeof(Call<Pages<float>>)},
+        {"PackedCall", sizeof(Call<PackedPages>)},
+        {"QuantizedCall", sizeof(Call<Quantized<float, 8>>)},
+        {"Matrix", sizeof(Matrix<float>)},
+        {"Norm", sizeof(Norm<float>)},
+        {"Layer", sizeof(Layer<float>)},
+        {"LayerCall", sizeof(LayerCall<float>)},
+        {"ProductCall", sizeof(ProductCall<float>)},
+    };
+    for (const auto& [known, size] : sizes)
+        if (!std::strcmp(known, name)) return int64_t(size);
+    return 0;
+}
 
 // Returns 1 if bfloat16 uses the processor's dot products.
 int64_t offload_rt_bfloat16_dots() {

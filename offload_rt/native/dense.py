@@ -101,6 +101,7 @@ class _Entries:
 
     def __init__(self, kernel: Kernel, dtype: torch.dtype) -> None:
         suffix = str(dtype).removeprefix("torch.")
+        kernel.check_size(_Layer)
         self.attention_inputs = kernel.function(f"attention_inputs_{suffix}", _LayerCall)
         self.after_attention = kernel.function(f"after_attention_{suffix}", _LayerCall)
         self.product = kernel.function(f"product_{suffix}", _ProductCall)
