@@ -1,6 +1,7 @@
-"""Builds the native library into the cache folder, in a process of its own: `building.py COMPILER PATH FLAG…`.
+"""Builds the native library in the cache folder, by a process of its own: `building.py COMPILER PATH FLAG…`.
 
-That process outlives the one that waits for it. It uses the standard library alone, so that it starts at once.
+That process outlives the one that waits for it. It uses the standard library alone, so that it starts at
+once.
 
 A library ends with a digest of what comes before: loading one that was cut short, by a power cut or a full
 disk, would kill the process by SIGBUS.
