@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from offload_rt.chat_forms import Message, Rendering, forms, holds, marked_contents, with_date
 from offload_rt.control_tokens import GUARD, ControlTokens
-from offload_rt.errors import UsageError, first_line
+from offload_rt.errors import UsageError, briefly, first_line
 from offload_rt.text import common_beginning
 from offload_rt.thoughts import ThoughtMarks, ThoughtSplitter
 
@@ -44,32 +43,32 @@ def checked_messages(messages: object) -> list[Message]:
     """
     if not isinstance(messages, list | tuple) or not messages:
         remedy = 'give a list of messages like {"role": "user", "content": "Who is Ahab?"}'
-        raise UsageError(f"messages {reprlib.repr(messages)}: {remedy}")
+        raise UsageError(f"messages {briefly(messages)}: {remedy}")
     return [_checked(f"message {number}", message) for number, message in enumerate(messages, 1)]
 
 
 def _checked(where: str, message: object) -> Message:
     if not isinstance(message, Mapping):
-        raise UsageError(f"{where} is {reprlib.repr(message)}: give a dict of role and content")
+        raise UsageError(f"{where} is {briefly(message)}: give a dict of role and content")
     others = [key for key, value in message.items() if value and key not in TAKEN]
     if others:
-        raise UsageError(f"{where} has {reprlib.repr(others[0])}, which is not supported: leave it out")
+        raise UsageError(f"{where} has {briefly(others[0])}, which is not supported: leave it out")
     if (role := message.get("role")) not in ROLES:
-        raise UsageError(f"{where} has the role {reprlib.repr(role)}: use {', '.join(ROLES)}")
+        raise UsageError(f"{where} has the role {briefly(role)}: use {', '.join(ROLES)}")
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "\n".join(_part(f"{where}, part {number}", part) for number, part in enumerate(content, 1))
     if not isinstance(content, str):
-        raise UsageError(f"{where} has the content {reprlib.repr(content)}: give a text (str)")
+        raise UsageError(f"{where} has the content {briefly(content)}: give a text (str)")
     return {"role": str(role), "content": content}
 
 
 def _part(where: str, part: object) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else part
     if not isinstance(part, Mapping) or kind != "text":
-        raise UsageError(f"{where} is {reprlib.repr(kind)}: only parts of type 'text' are supported")
+        raise UsageError(f"{where} is {briefly(kind)}: only parts of type 'text' are supported")
     if not isinstance(text := part.get("text"), str):
-        raise UsageError(f"{where} has the text {reprlib.repr(text)}: give a str")
+        raise UsageError(f"{where} has the text {briefly(text)}: give a str")
     return text
 
 
@@ -87,7 +86,7 @@ def with_question(messages: Sequence[Message], question: str | None) -> list[Mes
     if question is None and messages and messages[-1]["role"] == "user":
         return list(messages)
     if not isinstance(question, str) or not question.strip():
-        raise UsageError(f"the question is {reprlib.repr(question)}: give a text")
+        raise UsageError(f"the question is {briefly(question)}: give a text")
     if messages and messages[-1]["role"] == "user":
         *before, last = messages
         content = f"{last['content']}\n\n{question}" if last["content"] else question

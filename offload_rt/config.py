@@ -64,10 +64,10 @@ class RefreshPolicy:
         Raises:
             UsageError: for anything else, under the key `retrieval.refresh`.
         """
-        kind, _, number = str(text).partition(":")
+        kind, _, number = text.partition(":") if isinstance(text, str) else ("", "", "")
         if text == "every":
             return EVERY
-        if kind == "stride" and number.isdecimal() and int(number) >= 1:
+        if kind == "stride" and number.isdecimal() and len(number) < LONGEST_NUMBER and int(number) >= 1:
             return cls("stride", int(number))
         with suppress(ValueError):
             if kind == "acceptance" and 0 < float(number) <= 1:
@@ -80,6 +80,8 @@ class RefreshPolicy:
 
 
 EVERY = RefreshPolicy()
+LONGEST_NUMBER = 19
+"""Digits of a number of 64 bits, which every count of tokens or bytes fits."""
 
 
 @dataclass(frozen=True)
@@ -346,6 +348,8 @@ def require_type(expected: Any, key: str, value: Any) -> None:
     kind, *bounds = get_args(expected) or (expected,)
     # bool is a subclass of int, and `true` is no number of tokens.
     require(type(value) is kind, key, value, f"must be {_TYPES[kind]}")
+    if kind is int and value.bit_length() > 63:
+        raise InvalidValue(key, value, "must be a number of at most 63 bits")
     for least in bounds[:1]:
         require(value >= least, key, value, f"must be at least {least}")
     for most in bounds[1:]:
@@ -356,6 +360,8 @@ def shown(value: object) -> str:
     """Returns `value` as it would be written in TOML, where that is simple."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, int) and value.bit_length() > 63:  # Python refuses to write very long ones
+        return f"a number of {value.bit_length()} bits"
     return repr(list(value) if isinstance(value, tuple) else value)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 LONGEST_MESSAGE = 1000
 """Characters of an error message that are shown."""
 
@@ -28,3 +30,12 @@ def shortened(text: str, most: int = LONGEST_MESSAGE) -> str:
         return text
     end = most // 3
     return f"{text[: most - end - 3]} … {text[-end:]}"
+
+
+class _Brief(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 64 else f"<a number of {x.bit_length()} bits>"
+
+
+briefly = _Brief().repr
+"""Writes any value in a few words, also a number that Python refuses to write because of its length."""

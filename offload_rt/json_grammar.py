@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Collection, Sequence
 from copy import copy
 from functools import lru_cache
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offload_rt.errors import UsageError, first_line, shortened
+from offload_rt.errors import UsageError, briefly, first_line, shortened
 from offload_rt.installation import install_extra
 from offload_rt.text import common_beginning
 
@@ -44,10 +43,10 @@ def checked_schema(schema: object) -> str:
     try:
         given = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(given, dict):
-            raise UsageError(f"json-schema must be a JSON object, got {reprlib.repr(schema)}")
+            raise UsageError(f"json-schema must be a JSON object, got {briefly(schema)}")
         text = json.dumps(given, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"json-schema {reprlib.repr(schema)} is not JSON: {first_line(error)}") from None
+        raise UsageError(f"json-schema {briefly(schema)} is not JSON: {first_line(error)}") from None
     _check(text)
     return text
 
@@ -133,7 +132,7 @@ class JsonGrammar:
 
     def complete(self, tokens: Sequence[int]) -> bool:
         if not self._follow(tokens):
-            written = reprlib.repr(list(tokens[len(self._tokens) - 1 :]))
+            written = briefly(list(tokens[len(self._tokens) - 1 :]))
             raise UsageError(
                 f"json-schema: the model's vocabulary cannot write what must follow here, at token"
                 f" {len(self._tokens)} of the text, {written}: change the schema"

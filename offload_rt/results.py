@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 import operator
-import reprlib
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from offload_rt.config import nearest
-from offload_rt.errors import UsageError
+from offload_rt.errors import UsageError, briefly
 from offload_rt.json_grammar import checked_schema
 from offload_rt.sampling import Sampler
 
@@ -23,21 +22,24 @@ FinishReason = Literal["length", "eos", "stop", "interrupted", "error"]
 
 
 def integer(name: str, value: object) -> int:
-    """Returns `value` as an int. Raises UsageError, which names it, where it is no integer, or is a bool."""
+    """Returns `value` as an int. Raises UsageError, which names it, unless it is one of at most 64 bits."""
     with suppress(TypeError):
         if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]
-    raise UsageError(f"{name} must be an integer, got {reprlib.repr(value)}")
+            found = operator.index(value)  # type: ignore[arg-type]
+            if (bits := found.bit_length()) > 64:  # Python refuses to write very long ones in messages
+                raise UsageError(f"{name} is out of range: it has {bits} bits, of 64 at most")
+            return found
+    raise UsageError(f"{name} must be an integer, got {briefly(value)}")
 
 
 def number(name: str, value: object) -> float:
     """Returns `value` as a float. Raises UsageError, which names it, where it is no real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise UsageError(f"{name} must be a number, got {reprlib.repr(value)}")
+        raise UsageError(f"{name} must be a number, got {briefly(value)}")
     try:
         return float(value)
     except OverflowError:
-        raise UsageError(f"{name} {reprlib.repr(value)} is out of range") from None
+        raise UsageError(f"{name} is out of range: it is more than the largest float") from None
 
 
 def is_batch(prompt: object) -> bool:
@@ -59,7 +61,7 @@ def token_ids(prompt: object) -> list[int]:
         raise UsageError(f'prompt is a {kind}: give the token IDs in it, prompt["input_ids"]')
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(given, Sequence):
         kind = type(prompt).__name__
-        raise UsageError(f"prompt {reprlib.repr(prompt)} is of type {kind}: give a text (str) or token IDs")
+        raise UsageError(f"prompt {briefly(prompt)} is of type {kind}: give a text (str) or token IDs")
     return [integer(f"prompt token {at}", token) for at, token in enumerate(given)]
 
 
@@ -116,11 +118,11 @@ class SamplingParams(Sampler):
 def _stop_strings(stop: object) -> tuple[str, ...]:
     """Returns stop strings as a tuple. Raises UsageError for what is none."""
     if isinstance(stop, bytes) or not isinstance(stop, Collection):
-        raise UsageError(f"stop must be a string or a sequence of strings, got {reprlib.repr(stop)}")
+        raise UsageError(f"stop must be a string or a sequence of strings, got {briefly(stop)}")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in strings:
         if not isinstance(text, str):
-            raise UsageError(f"a stop string must be a str, got {reprlib.repr(text)}")
+            raise UsageError(f"a stop string must be a str, got {briefly(text)}")
         if not text:
             raise UsageError("a stop string is empty: leave it out")
     return strings
@@ -134,7 +136,7 @@ def with_changes(params: object, changes: Mapping[str, Any]) -> SamplingParams:
     """
     if not isinstance(params, SamplingParams):
         remedy = "give SamplingParams, or for a list of prompts a list of them"
-        raise UsageError(f"params {reprlib.repr(params)}: {remedy}")
+        raise UsageError(f"params {briefly(params)}: {remedy}")
     names = [field.name for field in fields(SamplingParams)]
     for name in changes:
         if name not in names:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
-from offload_rt.errors import UsageError
+from offload_rt.errors import UsageError, briefly, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,12 +24,20 @@ def encode(
         special: add the special tokens that the tokenizer puts around a text.
 
     Raises:
-        UsageError: the text is not valid Unicode.
+        UsageError: the text is not valid Unicode, or the tokenizer's files contradict themselves.
     """
     check_unicode(text)
     without = {} if special else {"add_special_tokens": False}
     # Not verbose: no warning about long prompts.
-    tokens: list[int] = tokenizer(text, verbose=False, **without)["input_ids"]
+    try:
+        tokens: list[int] = tokenizer(text, verbose=False, **without)["input_ids"]
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, for files that contradict themselves
+            raise
+        raise UsageError(
+            f"the model's tokenizer fails ({first_line(error)}): its tokenizer.json names tokens that it does"
+            " not have; download it again"
+        ) from None
     if special:
         beginning = _added_beginning(tokenizer)
         if tokens[: 2 * len(beginning)] == 2 * beginning:
@@ -51,7 +58,7 @@ def check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         wrong = f"character {error.start} is half of a surrogate pair; decode the text anew"
-        raise UsageError(f"prompt {reprlib.repr(text)}: {wrong}") from None
+        raise UsageError(f"prompt {briefly(text)}: {wrong}") from None
 
 
 def _added_beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:

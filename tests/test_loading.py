@@ -109,6 +109,14 @@ def weights_as_pipe(folder: Path) -> None:
     os.mkfifo(folder / WEIGHTS)
 
 
+def corrupt_second_shard(folder: Path) -> None:
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    (folder / WEIGHTS).rename(folder / names[0])
+    overwrite(folder, bytes(7), names[1])
+    index = {"weight_map": {"model.norm.weight": names[0], "lm_head.weight": names[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 TORN = r"model\.safetensors is truncated or corrupt"
 UNREADABLE = r"its config\.json cannot be read: .* is not a valid JSON file"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -119,7 +127,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty weights": (lambda folder: overwrite(folder, b""), TORN),
     "corrupt": (lambda folder: overwrite(folder, b"not at all what it should be" * 100), TORN),
     "corrupt second shard": (
-        lambda folder: overwrite(folder, bytes(7), "model-00002-of-00002.safetensors"),
+        lambda folder: corrupt_second_shard(folder),
         r"model-00002-of-00002\.safetensors is truncated or corrupt",
     ),
     "missing tensor": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from offload_rt.errors import UsageError, first_line
+from offload_rt.errors import UsageError, briefly, first_line
 from offload_rt.model.gguf_files import refuse_gguf
 from offload_rt.model.rope import Yarn
 
@@ -32,11 +33,20 @@ LARGEST = {
     "num_local_experts": 2**13,
     "n_routed_experts": 2**13,
     "max_position_embeddings": 2**31,
+    "sliding_window": 2**31,
 }
 """Largest plausible sizes, several times those of any published model. Building a larger one takes hours."""
 _OF_THE_CHECKPOINT = ("quantization_config", "dtype")
 """Settings that a multimodal model's config has beside that of its language model."""
-NEVER_ZERO = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+NEVER_ZERO = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
 def model_config(source: str | Path, rope: Yarn | None = None) -> PretrainedConfig:
@@ -131,17 +141,25 @@ def _why_unreadable(folder: Path, error: Exception) -> str:
     if isinstance(kind, str) and kind not in CONFIG_MAPPING:
         version = transformers.__version__
         return f"transformers {version} does not know its architecture, {kind}; a newer version may"
-    return f"its config.json describes no model: {first_line(error)}"
+    absurd = _absurd(stated) if isinstance(stated, dict) else None
+    return absurd or f"its config.json describes no model: {first_line(error)}"
 
 
 def _check_plausible(config: PretrainedConfig, name: str) -> None:
     """Raises UsageError where a number of a config is absurd, or its activation is unknown."""
     text = config.get_text_config()
-    for key, most in LARGEST.items():
-        value = getattr(text, key, None)
-        least = 1 if key in NEVER_ZERO else 0
-        if isinstance(value, int) and not least <= value <= most:
-            wrong = f"config.json has {key} = {value}; a model has {least} to {most}"
-            raise UsageError(f"model {name}: {wrong}")
+    if wrong := _absurd({key: getattr(text, key, None) for key in LARGEST}):
+        raise UsageError(f"model {name}: {wrong}")
     if (activation := getattr(text, "hidden_act", None)) is not None and activation not in ACT2FN:
         raise UsageError(f"model {name}: config.json has hidden_act = {activation!r}, which is unknown")
+
+
+def _absurd(sizes: Mapping[str, object]) -> str | None:
+    """Returns which number of a config no model has; None: all are plausible."""
+    for key, most in LARGEST.items():
+        value, least = sizes.get(key), int(key in NEVER_ZERO)
+        if key != "sliding_window" and not isinstance(value, int):
+            continue  # transformers has checked what it asks for
+        if value is not None and not (isinstance(value, int) and least <= value <= most):
+            return f"config.json has {key} = {briefly(value)}; a model has {least} to {most}"
+    return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from offload_rt.errors import UsageError, first_line
+from offload_rt.errors import UsageError, briefly, first_line
 from offload_rt.results import SamplingParams
 
 FILE = "generation_config.json"
@@ -64,7 +63,7 @@ def load_generation_config(source: str | Path, config: PretrainedConfig) -> Gene
     try:
         values = json.loads(Path(file).read_bytes())
         if not isinstance(values, dict):
-            raise ValueError(f"it holds {reprlib.repr(values)}")
+            raise ValueError(f"it holds {briefly(values)}")
     except (OSError, ValueError, RecursionError) as error:
         wrong = f"{FILE} is no JSON object ({first_line(error)}); download it again, or remove it"
         raise UsageError(f"model {source}: {wrong}") from None
@@ -96,7 +95,7 @@ class GenerationDefaults:
         for name, neutral in NOT_APPLIED.items():
             value = self._value(name)
             if value not in (None, neutral, [], {}):
-                self._ignored(f"{name} {reprlib.repr(value)} is not supported")
+                self._ignored(f"{name} {briefly(value)} is not supported")
 
     def _value(self, name: str) -> Any:
         return getattr(self._suggested, name, None)
@@ -129,7 +128,7 @@ class GenerationDefaults:
             for end in _flat(value):
                 token = self._token(end)
                 if token is None:
-                    self._ignored(f"eos_token_id {reprlib.repr(end)} is not a token", file)
+                    self._ignored(f"eos_token_id {briefly(end)} is not a token", file)
                 elif token >= 0 and (vocabulary is None or token < vocabulary):
                     found.add(token)
         return frozenset(found)

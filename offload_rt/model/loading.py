@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -289,8 +290,29 @@ def checked_config(
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files of a model's weights, sorted."""
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    """Returns the files of a model's weights, sorted: those that transformers reads.
+
+    Others may lie beside them: adapters, weights in another form, or what a copy has left.
+    """
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        if os.path.lexists(path := folder / single):
+            return [path]
+        if named := _indexed(folder, single):
+            return [folder / name for name in named]
+    return []
+
+
+def _indexed(folder: Path, single: str) -> list[str]:
+    """Returns the files that the index of weights names, sorted; none where it is missing or broken.
+
+    Args:
+        single: name of the file that all weights are in where there is no index.
+    """
+    try:
+        index = json.loads((folder / f"{single}.index.json").read_bytes())
+        return sorted({str(file) for file in index["weight_map"].values()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return []
 
 
 class _LoadingProgress:
@@ -364,20 +386,6 @@ def _check_report(where: str, report: Mapping[str, Any], expanded: bool) -> None
         )
 
 
-def _check_index(folder: Path) -> None:
-    """Refuses a folder that lacks a file which the index of its weights names."""
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
-        named = sorted({str(file) for file in index["weight_map"].values()})
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return  # without an index, or with a broken one, which transformers names
-    if missing := [name for name in named if not (folder / name).exists()]:
-        raise UsageError(
-            f"model {folder}: {len(missing)} of {len(named)} files of weights are missing, the first is"
-            f" {missing[0]}; download it again"
-        )
-
-
 def _check_weights(folder: Path, quantized: bool) -> None:
     """Refuses a folder without weights, with a corrupt file, or with integer weights.
 
@@ -386,8 +394,15 @@ def _check_weights(folder: Path, quantized: bool) -> None:
     """
     files = weight_files(folder)
     if not files:
-        raise UsageError(f"model {folder}: there are no weights in it (*.safetensors)")
-    _check_index(folder)
+        raise UsageError(
+            f"model {folder}: there are no weights in it (model.safetensors, or shards that"
+            " model.safetensors.index.json names)"
+        )
+    if missing := [file.name for file in files if not file.exists()]:
+        raise UsageError(
+            f"model {folder}: {len(missing)} of {len(files)} files of weights are missing, the first is"
+            f" {missing[0]}; download it again"
+        )
     for shard in (file for file in files if file.suffix == ".safetensors"):
         if shard.exists() and not shard.is_file():  # opening a pipe would wait in native code
             raise UsageError(f"model {folder}: {shard.name} is no file; download it again")

@@ -21,7 +21,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.import_utils import is_kernels_available, is_triton_available
 
-from offload_rt.errors import UsageError
+from offload_rt.errors import UsageError, first_line
 from offload_rt.installation import install_extra
 from offload_rt.settings import NO_QUANTIZATION
 
@@ -99,7 +99,13 @@ class Quantization:
                 f"model {name}: its weights are quantized ({method}), which is not supported; give its"
                 f" checkpoint in bfloat16 or float16, perhaps with --quantize {NF4}"
             )
-        return reader(stated)
+        try:
+            return reader(stated)
+        except (AttributeError, TypeError, ValueError) as error:  # values of other types than the format's
+            raise UsageError(
+                f"model {name}: the quantization_config of its config.json cannot be read:"
+                f" {first_line(error)}; download it again"
+            ) from error
 
     @classmethod
     def installed(
@@ -230,6 +236,11 @@ def _read_bitsandbytes(stated: Mapping[str, Any]) -> Quantization:
             )
         return Quantization(INT8, "bitsandbytes", 8.0, skipped, notice=notice)
     kind = str(stated.get("bnb_4bit_quant_type", "fp4"))
+    if kind not in (NF4, "fp4"):
+        raise ValueError(f"bnb_4bit_quant_type is {kind!r}, and bitsandbytes has nf4 and fp4")
+    computes_in = str(stated.get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
+    if not isinstance(getattr(torch, computes_in, None), torch.dtype):
+        raise ValueError(f"bnb_4bit_compute_dtype is {computes_in!r}, which is no data type of torch")
     bits = _four_bits(bool(stated.get("bnb_4bit_use_double_quant")))
     return Quantization(kind, "bitsandbytes", bits, skipped)
 
@@ -359,6 +370,11 @@ def check_sizes(model: PreTrainedModel, name: str) -> None:
         if not getattr(module, "support_avx512bf16_for_cpu", False) or module.weight.device.type != "cpu":
             continue
         rows, columns = int(module.out_features), int(module.in_features)
+        if not hasattr(module.weight, "blocksize"):
+            raise UsageError(
+                f"model {name}: config.json says that its weights have 4 bits, and {path} is unquantized;"
+                " give the checkpoint that belongs to that file"
+            )
         if rows % _PACKED_ROWS or columns % module.weight.blocksize:
             raise UsageError(
                 f"model {name}: {path} is [{rows}, {columns}], and a 4-bit matrix needs a multiple of"
