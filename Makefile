@@ -7,9 +7,12 @@ PEERS := .venv-peers
 # Those that need nothing beyond what `install` brings.
 CUDA_PEERS := transformers:dynamic,transformers:static,transformers:offloaded,zero_style:rebuilt,ours:plain,ours:retrieval,ours:triforce
 SHAPES := llama2-7b llama3.1-8b qwen2.5-7b
+# They need no package beyond torch, transformers, Triton, pytest, pytest-xdist, hypothesis and platformdirs.
+GPU_TESTS := tests/cpu_kv $(addprefix tests/test_,$(addsuffix .py,attention caches context graphs host local_layers \
+  packed_engine penalties prefix remote_mlp resident saved_context streaming_engine two_devices))
 RANDOM_ON_CUDA := --device cuda --acceptance 0.8,0.92,0.97 --model random
 
-.PHONY: install demo test lint bench bench-peers gpu gpu-quick clean
+.PHONY: install demo test lint bench bench-peers gpu gpu-quick gpu-7b clean
 
 install: $(INSTALLED)
 
@@ -48,9 +51,20 @@ $(PEERS)/installed: bench/peers-requirements.txt constraints.txt
 	  llama-cpp-python==0.3.36
 	touch $@
 
-# What matters first, in ten minutes and without a download.
+# What matters first, in seven minutes and without a download: kernels and pages, the link, equal tokens, the
+# engine, then the tests that need a GPU, each named as it ends.
 gpu-quick: $(INSTALLED)
-	$(BIN)/python -m bench gpu --quick --out bench/results/gpu-quick.jsonl
+	@failed=; for piece in \
+	    'bench gpu --quick --out bench/results/gpu-quick.jsonl' \
+	    'pytest -v -m gpu -n 8 --tb=short $(GPU_TESTS)'; \
+	do \
+	    echo "python -m $$piece"; $(BIN)/python -m $$piece || failed="$$failed; $$piece"; \
+	done; \
+	[ -z "$$failed" ] || { echo "make gpu-quick: failed$$failed" >&2; exit 1; }
+
+# Llama-2-7B with 127K tokens, where the plan for a card of 24 GB is tightest.
+gpu-7b: $(INSTALLED)
+	$(BIN)/python -m bench gpu --quick --only largest --out bench/results/gpu-7b.jsonl
 
 # Every piece runs, whatever fails before it.
 gpu: $(INSTALLED)

@@ -22,7 +22,7 @@ from time import perf_counter
 import torch
 
 from bench import arguments as args
-from bench import gpu_checks, gpu_engine_checks, machine
+from bench import gpu_checks, gpu_engine_checks, gpu_kernel_checks, machine
 from bench.cases import GPU_MEMORY_GIB
 from bench.gpu_checks import SIZES, Given, Sizes
 from bench.results import RESULTS, Row, cell, envelope
@@ -36,17 +36,25 @@ from offload_rt.machine.measuring import CPU
 from offload_rt.model.loading import choose_device
 
 CHECKS: dict[str, Callable[[Given], Iterable[Row]]] = {
-    "page-locking": gpu_checks.page_locking,
-    "overtaking": gpu_checks.overtaking,
-    "attention": gpu_checks.attention,
-    "graphs": gpu_engine_checks.graphs,
-    "planned": gpu_engine_checks.planned,
+    "kernels": gpu_kernel_checks.kernels,
+    "packed-pages": gpu_kernel_checks.packed_pages,
+    "link-rates": gpu_kernel_checks.link_rates,
+    "temporaries": gpu_kernel_checks.temporaries,
+    "equal-tokens": gpu_kernel_checks.equal_tokens,
+    "drafting": gpu_engine_checks.drafting,
     "streamed": gpu_engine_checks.streamed,
     "cpu-share": gpu_engine_checks.cpu_share,
-    "drafting": gpu_engine_checks.drafting,
+    "planned": gpu_engine_checks.planned,
+    "graphs": gpu_engine_checks.graphs,
+    "attention": gpu_checks.attention,
+    "overtaking": gpu_checks.overtaking,
+    "page-locking": gpu_checks.page_locking,
     "two-gpus": gpu_engine_checks.two_gpus,
     "groups": gpu_engine_checks.groups,
+    "largest": gpu_engine_checks.largest,
 }
+OF_TWO_GPUS, ASKED_FOR = ("two-gpus", "groups"), ("largest",)
+"""Checks that run where there are two GPUs or when they are asked for, and only when they are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -54,8 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     told = [f"  {check:12} {function.__doc__}" for check, function in CHECKS.items()]
     parser.description = "Checks, in this order:\n\n" + "\n".join(told)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    kind, names = args.listed(args.one_of(tuple(CHECKS))), tuple(CHECKS)
-    parser.add_argument("--only", type=kind, default=names, metavar="A,B", help="checks (default: all)")
+    kind = args.listed(args.one_of(tuple(CHECKS)))
+    about = f"checks (default: all but {', '.join(ASKED_FOR)}, and those of two GPUs where there are two)"
+    parser.add_argument("--only", type=kind, metavar="A,B", help=about)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines (default: in bench/results)")
     parser.add_argument("--quick", action="store_true", help="ten minutes in all")
 
@@ -72,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     ended: dict[str, list[str]] = {"ok": [], "failed": [], "skipped": []}
     with out.open("w", encoding="utf-8") as lines:
         print(json.dumps(head), file=lines, flush=True)
-        for name in arguments.only:
+        for name in arguments.only or _by_default(torch.cuda.device_count()):
             started = perf_counter()
             row = _row(name, findings(name, sizes)) | {"seconds": round(perf_counter() - started, 1)}
             print(json.dumps(row), file=lines, flush=True)
@@ -80,6 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
             ended[row["status"]].append(name)
     print(json.dumps(ended))
     return 1 if ended["failed"] else 0
+
+
+def _by_default(gpus: int) -> list[str]:
+    left_out = ASKED_FOR if gpus > 1 else (*ASKED_FOR, *OF_TWO_GPUS)
+    return [name for name in CHECKS if name not in left_out]
 
 
 def findings(name: str, sizes: Sizes) -> Iterator[Row]:

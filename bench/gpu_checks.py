@@ -51,8 +51,18 @@ class Sizes:
     short: int = 4096  # tokens of contexts
     planned: int = 32_768
     streamed: int = 131_072
+    largest: int = 129_792
+    largest_shape: str = "llama2-7b"
     new_tokens: int = 48
     steps: int = 20
+    repeats: int = 5
+    pages: int = 64  # of a shape with 8 key heads; of others as many values
+    ring_pages: int = 256
+    quantized_entries: int = 16_384
+    chunks: int = 16_224  # of 127K tokens
+    copied_bytes: int = GIB // 2
+    product: int = 8192  # side of a matrix
+    tokens_context: int = 6000
     config: Mapping[str, object] = field(default_factory=lambda: dict(ON_CUDA))
 
 

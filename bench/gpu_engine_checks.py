@@ -113,6 +113,20 @@ def planned(given: Given) -> Iterator[Row]:
             yield {"failed": f"the peak is {peak:.2f} GiB, {allowed:.2f} with the reserve were planned"}
 
 
+def largest(given: Given) -> Iterator[Row]:
+    """Decodes after 127K tokens of Llama-2-7B, the tightest plan: fails where memory is exhausted."""
+    device, sizes = given.device, given.sizes
+    config = {**sizes.config, "offload.refresh_from": "store"}
+    if sizes.largest_shape == "llama2-7b":
+        config |= {"retrieval.budget": 16_384, "speculation.gamma2": 23}
+    seven = Given(device, replace(sizes, shape=sizes.largest_shape, config=config))
+    with opened(seven, sizes.largest, {}) as text:
+        yield told(text, seven)
+        yield from ({"failed": notice} for notice in text.captures)
+    peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    yield {"peak_gib": peaks[0] / GIB, "reserved_gib": peaks[1] / GIB}
+
+
 def streamed(given: Given) -> Iterator[Row]:
     """Decodes after 128K tokens, all streamed: share of the link's rate, gaps per round, ms a token."""
     with opened(given, given.sizes.streamed, NOTHING_RESIDENT) as text:

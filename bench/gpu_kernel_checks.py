@@ -1,0 +1,292 @@
+"""The checks of `python -m bench gpu` of kernels, packed pages, the link and temporaries, at real shapes.
+
+What losslessness depends on comes first: attention beside float64, and pages bit by bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bench.cases import ON_CUDA
+from bench.gpu_checks import ALLOWED_ERROR, HEAD_DIM, MIB, Given
+from bench.random_models import random_model, random_prompt
+from bench.recorded_text import RecordedText
+from bench.results import Row
+from cpu_kv import CudaLink, KVLayout, PagedKVStore, SlabAllocator, TransferEngine, head_major
+from cpu_kv.packed import PackedShape
+from offload_rt.attention import operators
+from offload_rt.attention.backends import TorchCudaBackend, fold, use_triton
+from offload_rt.attention.mass import Sample
+from offload_rt.attention.quantized import QuantizedKV
+from offload_rt.caches.selection import choose_of_layers
+from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.page_codec import machine_codec
+from offload_rt.toml import load_config
+
+SHAPES = {"llama2-7b": (32, 32), "llama3.1-8b": (32, 8)}
+"""Heads and key heads."""
+PAGE, CHUNK, LAYERS = 256, 8, 32
+SLOWEST_PIECES = 0.9  # of the rate of copies in one piece
+FEWEST_EQUAL = 16  # tokens; behind them two logits of bfloat16 may be nearly tied
+
+
+def drawn(*shape: int, device: torch.device, escapes: bool = False) -> Tensor:
+    """Values as of KV in bfloat16; with `escapes`, some are far below their channel's largest."""
+    x = torch.randn(*shape, device=device)
+    if escapes:
+        x = torch.where(torch.rand_like(x) < 1e-3, x * 2.0**-40, x)
+    return x.to(torch.bfloat16)
+
+
+def milliseconds(given: Given, work: Callable[[], object], launches: int = 20) -> float:
+    """Median ms of `work`, launched so often in a row that the device, not the host, is timed."""
+    work()
+    spent = list[float]()
+    for _ in range(given.sizes.repeats):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(launches):
+            work()
+        ended.record()
+        ended.synchronize()
+        spent.append(began.elapsed_time(ended) / launches)
+    return max(median(spent), 1e-6)  # of the clock of an emulated device
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    """Largest error over the largest entry."""
+    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+@torch.inference_mode()
+def kernels(given: Given) -> Iterator[Row]:
+    """Compares merged attention, attention mass and quantised attention with float64, at real shapes."""
+    if why := use_triton():
+        yield {"failed": f"Triton kernels: {why}"}
+        return
+    for shape, (heads, kv_heads) in SHAPES.items():
+        for queries in (1, 8, 24):
+            worst, gb_s = _attention_and_mass(given, heads, kv_heads, queries)
+            yield {f"{shape}_q{queries}_off": worst, f"{shape}_q{queries}_gb_s": gb_s}
+            if not worst < ALLOWED_ERROR:  # NaN is not
+                yield {"failed": f"{shape}, {queries} queries: attention or its mass is {worst:.2g} off"}
+        for bits in (8, 4):
+            worst, gb_s = _quantized(given, heads, kv_heads, bits)
+            yield {f"{shape}_{bits}bit_off": worst, f"{shape}_{bits}bit_gb_s": gb_s}
+            if not worst < ALLOWED_ERROR:
+                yield {"failed": f"{shape}, {bits} bits: quantised attention is {worst:.2g} off"}
+
+
+def _attention_and_mass(given: Given, heads: int, kv_heads: int, count: int) -> tuple[float, float]:
+    """Returns the largest error, and GB/s of keys and values."""
+    from offload_rt.attention import triton_operators  # Triton is not in every installation
+
+    device, scale, sample = given.device, HEAD_DIM**-0.5, Sample.of(count)
+    queries = fold(drawn(heads, count, HEAD_DIM, device=device), kv_heads)
+    both = drawn(given.sizes.pages * 8 // kv_heads, 2, kv_heads, PAGE, HEAD_DIM, device=device)
+    keys, values = both[:, 0], both[:, 1]
+    backend = TorchCudaBackend()
+    before = backend.add(None, queries, keys[:1], values[:1], scale, None)
+    out, lse = (one.contiguous() for one in before)
+    chunks = len(keys) * PAGE // CHUNK
+    rows = heads // kv_heads * len(range(0, sample.period, sample.step))
+    mass = torch.full((kv_heads, rows, chunks + 3), torch.nan, device=device)[:, :, 1:-2]
+    parts = backend.parts(queries, keys, values, scale, None)
+    every = sample.period, sample.step
+    pair = triton_operators.combine_with_mass_(mass, *parts, out, lse, queries, keys, lse, scale, *every)
+    worst = 0.0
+    for head in range(0, kv_heads, max(1, kv_heads // 4)):  # float64, a few heads at a time
+        text_keys, text_values = (head_major(side)[head].double() for side in (keys, values))
+        all_keys = torch.cat([text_keys, keys[0, head].double()])
+        scores = queries[head].double() @ all_keys.T * scale
+        wanted = scores.softmax(-1) @ torch.cat([text_values, values[0, head].double()])
+        asked = operators.sampled_rows(queries, *every)[head].double() @ text_keys.T * scale
+        shift = operators.sampled_rows(lse, *every)[head].double()[:, None]
+        wanted_mass = (asked - shift).exp().unflatten(-1, (-1, CHUNK)).sum(-1)
+        worst = max(worst, off(pair[0][head], wanted), off(pair[1][head], scores.logsumexp(-1)))
+        worst = max(worst, off(mass[head], wanted_mass))
+    ms = milliseconds(given, lambda: backend.parts(queries, keys, values, scale, None))
+    return worst, both.nbytes / ms / 1e6
+
+
+def _quantized(given: Given, heads: int, kv_heads: int, bits: int) -> tuple[float, float]:
+    """Returns the largest error beside the plain form, and GB/s of codes and ranges."""
+    from offload_rt.attention import triton_operators
+
+    device, tokens = given.device, given.sizes.quantized_entries
+    layout = KVLayout(1, kv_heads, HEAD_DIM, torch.bfloat16)
+    layer = QuantizedKV.empty(layout, tokens, bits, device).layer(0)
+    layer.put(*drawn(2, kv_heads, tokens, HEAD_DIM, device=device))
+    queries = fold(drawn(heads, 4, HEAD_DIM, device=device), kv_heads)
+    seen = torch.tensor(tokens - 40, device=device)
+
+    def attend() -> tuple[Tensor, Tensor]:
+        merged = triton_operators.attend_quantized(queries, *layer, seen, HEAD_DIM**-0.5)
+        return triton_operators.combine(*merged)
+
+    wanted = operators.combine(*operators.attend_quantized(queries, *layer, seen, HEAD_DIM**-0.5))
+    worst = max(off(one, other) for one, other in zip(attend(), wanted, strict=True))
+    return worst, sum(tensor.nbytes for tensor in layer) / milliseconds(given, attend) / 1e6
+
+
+@torch.inference_mode()
+def packed_pages(given: Given) -> Iterator[Row]:
+    """Packs and unpacks pages bit by bit, by kernels, and through store, link and ring; fails on any bit."""
+    device, codec = given.device, machine_codec()
+    for name, (_, kv_heads) in SHAPES.items():
+        shape, count = PackedShape(kv_heads, PAGE, HEAD_DIM), given.sizes.pages * 8 // kv_heads
+        values = drawn(count, 2, kv_heads, PAGE, HEAD_DIM, device=device, escapes=True)
+        packed = codec.encode(shape, values)
+        there, side = (torch.full_like(part, torch.nan) for part in (values, values[:, 1:].contiguous()))
+        unpack, pack = partial(codec.decode, shape, packed, there), partial(codec.encode, shape, values)
+        unpack()
+        codec.decode(shape, packed, side, 1)
+        same = torch.equal(_bits(there), _bits(values)) and torch.equal(_bits(side), _bits(values[:, 1:]))
+        same &= torch.equal(packed.cpu(), codec.encode(shape, values.cpu()))
+        moved, prompts = values.nbytes + packed.nbytes, LAYERS * 2**17 / (count * PAGE)
+        yield {f"{name}_unpack_gb_s": moved / milliseconds(given, unpack) / 1e6}
+        yield {f"{name}_pack_s_of_128k_tokens": prompts * milliseconds(given, pack) / 1e3}
+        if not same:
+            yield {"failed": f"{name}: pages are packed or unpacked to other bits"}
+    yield from _through_the_ring(given)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.int16)
+
+
+def _through_the_ring(given: Given) -> Iterator[Row]:
+    """Writes a prompt to the store, and streams it back: compares it, then times it."""
+    device, tokens = given.device, given.sizes.ring_pages * PAGE + 100
+    layout = KVLayout(2, 8, HEAD_DIM, torch.bfloat16, PAGE, packed=True)
+    kv = drawn(2, 2, 8, tokens, HEAD_DIM, device=device, escapes=True)
+    unlike = torch.rand(kv[0, :, :, 2 * PAGE : 3 * PAGE].shape, device=device) < 0.5
+    kv[0, :, :, 2 * PAGE : 3 * PAGE] *= torch.where(unlike, 2.0**-60, 1.0).to(kv.dtype)  # cannot be packed
+    whole = tokens // PAGE * PAGE
+    with (
+        closing(PagedKVStore(layout, pin=True, codec=machine_codec())) as store,
+        closing(CudaLink(device)) as link,
+    ):
+        sequence = store.new_sequence()
+        sequence.reserve(tokens)
+        with closing(TransferEngine(sequence, link, segment_tokens=16 * 1024, ring_buffers=3)) as engine:
+            for layer in range(2):
+                for start in range(0, tokens, 2048):
+                    engine.write_prompt(layer, *kv[layer, :, :, start : start + 2048])
+            engine.flush()
+
+            def streamed(check: bool) -> bool:
+                equal, stream = True, engine.stream(whole)
+                for layer in range(2):
+                    at = 0
+                    for segment in stream.segments(layer):
+                        for side, part in enumerate(segment):
+                            if check:
+                                found = head_major(part)
+                                equal &= torch.equal(found, kv[layer, side, :, at : at + found.shape[1]])
+                        at += len(segment[0]) * PAGE
+                    equal &= at == whole
+                engine.finish_compute()
+                return equal
+
+            if not all(streamed(check=True) for _ in range(3)):
+                yield {"failed": "pages that crossed the link and the ring have other bits"}
+            began = time.perf_counter()
+            for _ in range(given.sizes.repeats):
+                streamed(check=False)
+            spent = (time.perf_counter() - began) / given.sizes.repeats
+            yield {"ring_gb_s": 2 * layout.layer_bytes(whole) / spent / 1e9}
+
+
+@torch.inference_mode()
+def link_rates(given: Given) -> Iterator[Row]:
+    """Times page-locked copies in one piece, in pieces as streams are copied, and beside products."""
+    device, size = given.device, given.sizes.copied_bytes
+    with closing(SlabAllocator(True)) as slabs, closing(CudaLink(device)) as link:
+        here = slabs.allocate((size,), torch.uint8).result()
+        there = torch.empty(size, dtype=torch.uint8, device=device)
+        square = torch.randn(*2 * [given.sizes.product], device=device, dtype=torch.bfloat16)
+        whole = milliseconds(given, lambda: there.copy_(here, non_blocking=True), 4)
+
+        def pieces(products: int = 0) -> float:
+            torch.cuda.synchronize(device)
+            for _ in range(products):
+                torch.mm(square, square)
+            began = time.perf_counter()
+            for _ in range(4):
+                link.copy([(there, here)])
+            link.copy([(there, here)]).synchronize()
+            return 5 * size / (time.perf_counter() - began) / 1e9
+
+        rate, alone, beside = size / whole / 1e6, pieces(), pieces(products=100)
+        torch.cuda.synchronize(device)
+        yield {"one_piece_gb_s": rate, "pieces_gb_s": alone, "beside_products_gb_s": beside}
+        if alone < SLOWEST_PIECES * rate:
+            yield {"failed": f"copies in pieces reach {alone:.1f} of {rate:.1f} GB/s"}
+
+
+@torch.inference_mode()
+def temporaries(given: Given) -> Iterator[Row]:
+    """Measures the temporary memory of choosing and quantising at the size of Llama-2-7B and 127K tokens."""
+    device, heads = given.device, SHAPES["llama2-7b"][1]
+    chunks, tokens = given.sizes.chunks, given.sizes.quantized_entries
+    scores = torch.rand(LAYERS, heads, chunks, device=device)
+    layer = QuantizedKV.empty(KVLayout(1, heads, HEAD_DIM, torch.bfloat16), tokens, 8, device).layer(0)
+    keys, values = drawn(2, heads, tokens, HEAD_DIM, device=device)
+    works: dict[str, Callable[[], object]] = {
+        "choose": partial(choose_of_layers, scores, tokens // CHUNK),
+        "quantise": partial(layer.put, keys, values),
+    }
+    for name, work in works.items():
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        yield {f"{name}_mib": peak / MIB, f"{name}_ms": milliseconds(given, work, 3)}
+
+
+PLACEMENTS: dict[str, dict[str, object]] = {
+    "resident": {"offload.resident_tokens": 2**20, "offload.cpu_tokens": 0, "store.code": "raw"},
+    "streamed": {"offload.resident_tokens": 0, "offload.cpu_tokens": 0},
+    "from store": {"offload.resident_tokens": 0, "offload.cpu_tokens": 0, "offload.refresh_from": "store"},
+    "on the CPU": {"offload.resident_tokens": 0, "offload.cpu_tokens": 2048},
+    "all tiers": {"offload.resident_tokens": 512, "offload.cpu_tokens": 512},
+}
+
+
+def equal_tokens(given: Given) -> Iterator[Row]:
+    """Compares greedy tokens of five placements, with drafts and without; fails where they differ early."""
+    device, sizes = given.device, given.sizes
+    prompt, found, notices = random_prompt(1000, sizes.tokens_context), dict[str, list[int]](), list[str]()
+    keys: dict[str, object] = {**ON_CUDA, "store.segment_bytes": 2**20, "speculation.gamma2": 6}
+    keys |= {"retrieval.budget": 512, "retrieval.recent": 64}
+    whole = sizes.tokens_context // PAGE * PAGE
+    for name, more in PLACEMENTS.items():
+        placed = {key: min(value, whole) if type(value) is int else value for key, value in more.items()}
+        model = random_model("tiny", torch.device("cpu"), torch.bfloat16)  # the same weights each time
+        target = GraphedModel(torch.nn.Module.to(model, device), "tiny", notices.append)
+        room = sizes.tokens_context + sizes.new_tokens + CHUNK
+        config = load_config("retrieval", keys | placed)
+        with closing(RecordedText(target, None, CudaLink(device), config, room)) as text:
+            text.read([prompt])
+            for system in ("retrieval", "plain"):
+                (result,), _ = text.run(load_config(system, keys | placed), sizes.new_tokens)
+                found[f"{name}, {system}"] = result.tokens
+    base = found["resident, plain"]
+    for name, tokens in found.items():
+        pairs = enumerate(zip(base, tokens, strict=True))
+        equal = next((at for at, (one, other) in pairs if one != other), len(base))
+        yield {f"{name}": equal}
+        if equal < min(FEWEST_EQUAL, len(base)):
+            yield {"failed": f"{name}: token {equal} differs from plain decoding over resident KV"}
+    yield from ({"failed": f"graphs: {notice}"} for notice in notices)
