@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -60,6 +62,27 @@ def test_it_is_measured_once_unless_asked_again(measure: Mock, monkeypatch: pyte
     assert measure.call_count == 2
 
 
+def test_who_comes_while_another_measures_takes_what_it_finds(
+    measure: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that measured at once would find half of the rates."""
+    first, began, other = inspect(), threading.Event(), list[Report]()
+    (path,) = tmp_path.glob("*.json")
+    content = path.read_bytes()
+    path.unlink()
+    with (tmp_path / "measuring.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        read = inspection._load
+        monkeypatch.setattr(inspection, "_load", lambda name: (began.set(), read(name))[1])
+        waiting = threading.Thread(target=lambda: other.append(inspect()))
+        waiting.start()
+        assert began.wait(10) and not other
+        path.write_bytes(content)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    waiting.join(10)
+    assert other == [first] and measure.call_count == 1
+
+
 def test_inference_mode_of_the_caller_is_left_while_it_is_measured(
     become: Become, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +103,7 @@ def test_inference_mode_of_the_caller_is_left_while_it_is_measured(
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[]", b'{"hardware": {}}', None])
 def test_a_corrupt_or_foreign_file_is_replaced(measure: Mock, tmp_path: Path, content: bytes | None) -> None:
     inspect()
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.json")
     without_a_rate = path.read_bytes().replace(b'"launch_ms"', b'"lunch_ms"')
     path.write_bytes(without_a_rate if content is None else content)
     inspect()
@@ -141,7 +164,7 @@ def test_a_gpu_that_fails_is_named(
     monkeypatch.setattr(inspection.measuring, "PinnedCopies", Mock(side_effect=error("it failed\nmore")))
     with pytest.raises(UsageError, match=r"^GPU 0 \(NVIDIA .* 4090, 23.0 GiB free\) .*: it failed; end"):
         inspect()
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.glob("*.json"))
 
 
 def test_copies_serve_the_processors_measurement_and_are_closed(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -61,10 +62,14 @@ def inspect(refresh: bool = False, on_progress: OnProgress | None = None) -> Rep
     file_name, notices = _file_name(host, gpus, versions), list[str]()
     measured = None if refresh else _load(file_name)
     if measured is None:
-        hardware, links = _measure(host, gpus, on_progress or (lambda *_: None))
-        measured = {"measured_at": datetime.now(UTC).isoformat(timespec="seconds")}
-        measured |= {"load_average": load_average, "hardware": hardware, "links": links}
-        notices = _save(file_name, measured)
+        # One process at a time: two that measure at once find half of the rates, and plans change.
+        with _measuring_alone():
+            measured = None if refresh else _load(file_name)
+            if measured is None:
+                hardware, links = _measure(host, gpus, on_progress or (lambda *_: None))
+                measured = {"measured_at": datetime.now(UTC).isoformat(timespec="seconds")}
+                measured |= {"load_average": load_average, "hardware": hardware, "links": links}
+                notices = _save(file_name, measured)
         torch.cuda.empty_cache()
         host, gpus = inventory.read_host(), inventory.read_gpus()  # measuring loads libraries, which stay
     hardware = measured["hardware"]
@@ -75,6 +80,20 @@ def inspect(refresh: bool = False, on_progress: OnProgress | None = None) -> Rep
     hardware = replace(hardware, host=replace(hardware.host, **memory), gpus=tuple(free))
     facts: dict[str, Any] = {"host": host, "gpus": gpus, "versions": versions, "notices": tuple(notices)}
     return Report(**measured | facts | {"hardware": hardware}, no_cuda_device=no_cuda_device())
+
+
+@contextmanager
+def _measuring_alone() -> Iterator[None]:
+    """Waits until no other process of the user measures, where the cache folder can be written to."""
+    try:
+        lock = (cache_folder() / "measuring.lock").open("ab")
+    except OSError:
+        yield
+        return
+    with lock:
+        with suppress(OSError):  # some file systems cannot
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def usable_hardware(
