@@ -57,7 +57,7 @@ def test_the_command_tells_the_plan(run: Run) -> None:
         "llama2-7b and jf68m in bfloat16, prompt of 130,048 tokens, 256 new; config triforce",
         "KV         63.50 GiB: resident on GPUs",
         "store      48.34 GiB of CPU memory: full pages are packed to 12.2 bits a value",
-        f"{predicted['ms_per_token']:.1f} ms a token",
+        f"{predicted['ms_per_token']:.1f} ms per token",
         f"bottleneck {predicted['bottleneck']}",
         f"retrieved  {report['retrieved']['budget']:,} entries of 8 bits in each layer and KV head, ",
         f"of rounds refresh the retrieved cache from the {report['retrieved']['refresh_from']}, ",
@@ -79,7 +79,7 @@ def test_the_command_tells_of_groups_on_one_device_and_on_two(run: Run) -> None:
     flags = "--model llama2-7b --context 16000 --gpu rtx4090 --config retrieval --set speculation.gamma2=4"
     level = """--set 'speculation.levels=[{ model = "target", cache = "retrieved", layers = "groups:4" }]'"""
     out, report = run(f"{flags} {level} --gpus 2")
-    numbers = r"draft [\d.]+ ms, [\d.]+ ms a token"
+    numbers = r"draft [\d.]+ ms, [\d.]+ ms per token"
     (planned,) = re.findall(
         rf"groups +on (one GPU|two) as planned; on one: {numbers}; on two: {numbers}", out
     )
@@ -110,7 +110,7 @@ def test_a_draft_that_makes_it_slower_is_named(run: Run) -> None:
         )
     )
     ms = without[1]["predicted"]["ms_per_token"]
-    assert f"draft      makes it slower: {ms:.1f} ms a token without it" in with_draft[0]
+    assert f"draft      makes it slower: {ms:.1f} ms per token without it" in with_draft[0]
     assert "makes it slower" not in without[0]
     bases = {report["predicted"]["plain_ms_per_token"] for _, report in (plain, without)}
     assert bases == {plain[1]["predicted"]["ms_per_token"]}, "one basis: the fastest plan"
@@ -125,7 +125,7 @@ def test_auto_is_the_fastest_of_all(run: Run) -> None:
     out, report = run(flags)
     assert report == reports[best]
     told = ", ".join(f"{config} {each[config]:.1f}" for config in others)
-    assert f"config     {best} {each[best]:.1f} ms a token, as predicted ({told})" in out
+    assert f"config     {best} {each[best]:.1f} ms per token, as predicted ({told})" in out
     # Without a draft, what needs one is not among them.
     out, _ = run("--model llama3.1-8b --context 120000 --gpu rtx4090")
     assert "triforce" not in out and "naive" not in out and "lookup" in out

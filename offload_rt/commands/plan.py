@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif small is not None and len(planned.request.levels) > 1:
         ms = planned_with(None)[0].ms_per_token
         if ms < planned.ms_per_token:
-            lines.append(f"draft      makes it slower: {ms:.1f} ms a token without it (--draft none)")
+            lines.append(f"draft      makes it slower: {ms:.1f} ms per token without it (--draft none)")
     print("\n".join([*lines, "assumed", *(f"  - {sentence}" for sentence in planned.assumptions)]))
     return 0
 
@@ -248,7 +248,7 @@ def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
     yield _memory("host", plan.host, request.hardware.host.memory_bytes)
     ms, plain_ms = predicted.ms_per_token, predicted.plain_ms_per_token
     yield (
-        f"predicted  {ms:.1f} ms a token; {plain_ms / ms:.2f} times as fast as without speculation "
+        f"predicted  {ms:.1f} ms per token; {plain_ms / ms:.2f} times as fast as without speculation "
         f"({plain_ms:.1f})"
     )
     yield (
@@ -268,7 +268,7 @@ def _groups(planned: Plan) -> Iterator[str]:
     request = planned.request
     forms = [plan(request.having("offload.group_devices", devices)) for devices in (1, 2)]
     told = [
-        f"draft {one.predicted.draft_ms:.1f} ms, {one.ms_per_token:.1f} ms a token"
+        f"draft {one.predicted.draft_ms:.1f} ms, {one.ms_per_token:.1f} ms per token"
         if one.predicted
         else "does not fit"
         for one in forms
