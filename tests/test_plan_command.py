@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from machine_cases import HOST
 
+import offload_rt
 from offload_rt import cli
+from offload_rt.commands.console import duration
 from offload_rt.commands.prompts import token_count
 from offload_rt.config import AUTOMATIC
-from offload_rt.machine.hardware import Hardware
+from offload_rt.machine.hardware import Hardware, named_hardware
 
 Run = Callable[..., tuple[str, dict[str, Any]]]
 
@@ -29,7 +31,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
     def run(flags: str, code: int = 0) -> tuple[str, dict[str, Any]]:
         file = tmp_path / "plan.json"
-        assert cli.main(["plan", *shlex.split(flags), "--json", str(file)]) == code
+        assert cli.main(["plan", *shlex.split(flags), "--verbose", "--json", str(file)]) == code
         out, err = capsys.readouterr()
         assert bool(out) == (code == 0) and err.count("\n") == (code != 0)
         return out or err, json.loads(file.read_text())
@@ -56,7 +58,7 @@ def test_the_command_tells_the_plan(run: Run) -> None:
     for said in (
         "llama2-7b and jf68m in bfloat16, prompt of 130,048 tokens, 256 new; config triforce",
         "KV         63.50 GiB: resident on GPUs",
-        "store      48.34 GiB of CPU memory: full pages are packed to 12.2 bits a value",
+        "store      48.34 GiB of CPU memory: full pages are packed to 12.2 bits per value",
         f"{predicted['ms_per_token']:.1f} ms per token",
         f"bottleneck {predicted['bottleneck']}",
         f"retrieved  {report['retrieved']['budget']:,} entries of 8 bits in each layer and KV head, ",
@@ -65,7 +67,14 @@ def test_the_command_tells_the_plan(run: Run) -> None:
     ):
         assert said in out
     chosen = {"config", "retrieved", "placement", "layers"}
-    assert set(report) == {"fits", *chosen, "memory", "predicted", "assumptions"}
+    made = {"version", "inputs", "alternatives"}
+    assert set(report) == {"fits", *chosen, "memory", "predicted", "assumptions", *made}
+    assert report["version"] == offload_rt.__version__ and report["alternatives"] == []
+    inputs = report["inputs"]
+    target = {"name": "llama2-7b", "dtype": "bfloat16", "quantization": None, "positions": 131_072}
+    assert inputs["model"] == target
+    assert inputs["draft"]["name"] == "jf68m" and (inputs["context"], inputs["new_tokens"]) == (130_048, 256)
+    assert Hardware.from_json(inputs["hardware"]) == named_hardware("rtx4090")
     assert set(report["placement"]) == PLACEMENT and set(predicted) == PREDICTED
     assert report["fits"] is True and sum(card.values()) <= 24_564 * 2**20
     assert card["weights"] == 2 * 6_738_415_616 and report["memory"]["host"]["kv"] == pytest.approx(
@@ -73,6 +82,48 @@ def test_the_command_tells_the_plan(run: Run) -> None:
     )
     assert card["staging_ring"] == report["placement"]["ring_bytes"]
     assert all(re.search(r"\d", sentence) for sentence in report["assumptions"])
+
+
+@pytest.mark.parametrize(
+    ("machine", "memory"),
+    [
+        ("--gpu rtx4090", r"[\d.]+ of 24\.0 GiB of GPU memory, \d+ of 92 GiB of RAM"),
+        (
+            "--gpu rtx3090 --gpus 2 --ram 128",
+            r"[\d.]+ of 48\.0 GiB of the memory of 2 GPUs, \d+ of 124 GiB of RAM",
+        ),
+        ("--gpu none", r"\d+ of 92 GiB of RAM"),
+    ],
+)
+def test_the_first_line_is_the_verdict(
+    run: Run, capsys: pytest.CaptureFixture[str], machine: str, memory: str
+) -> None:
+    flags = f"--model llama3.1-8b --context 120000 {machine}"
+    out, report = run(flags)
+    ms, seconds = report["predicted"]["ms_per_token"], report["predicted"]["prefill_ms"] / 1e3
+    times = rf"first answer after {duration(seconds)}, then (\S+) tokens/s \((\S+) ms per token, predicted\)"
+    (rates,) = re.findall(rf"^fits: {memory}; {times}$", out.splitlines()[0])
+    assert [float(rate) for rate in rates] == pytest.approx([1e3 / ms, ms], rel=0.05)
+    # The rest is printed on request.
+    assert cli.main(["plan", *flags.split()]) == 0
+    short = capsys.readouterr().out
+    assert out.startswith(short) and short.count("\n") == 3
+    assert not re.search("^(KV|ring|store|round|assumed)", short, re.M)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model llama3.1-8b --context 22k --gpu rtx4060ti-16 --vram 17",
+        "--model qwen3-14b --context 32k --gpu rtx3060 --quantize nf4",
+        "--model llama2-7b --draft jf68m --context 60000 --gpu rtx3090 --vram 18",
+    ],
+)
+def test_plain_decoding_has_one_figure(run: Run, flags: str) -> None:
+    """Where drafts leave plain decoding less memory, it is compared as it would run without them."""
+    reports = [run(f"{flags} --config {config}")[1] for config in ("plain", "retrieval", "lookup")]
+    plain = reports[0]["predicted"]["ms_per_token"]
+    assert {one["predicted"]["plain_ms_per_token"] for one in reports} == {plain}
 
 
 def test_the_command_tells_of_groups_on_one_device_and_on_two(run: Run) -> None:
@@ -123,6 +174,12 @@ def test_auto_is_the_fastest_of_all(run: Run) -> None:
     each = {config: report["predicted"]["ms_per_token"] for config, report in reports.items()}
     best, *others = sorted(each, key=lambda config: each[config])
     out, report = run(flags)
+    alternatives = report.pop("alternatives")
+    assert {one["config"]: one["ms_per_token"] for one in alternatives} == {
+        name: each[name] for name in others
+    }
+    assert reports[best].pop("alternatives") == []
+    assert report.pop("inputs")["draft"] and not reports[best].pop("inputs")["draft"], "retrieval needs none"
     assert report == reports[best]
     told = ", ".join(f"{config} {each[config]:.1f}" for config in others)
     assert f"config     {best} {each[best]:.1f} ms per token, as predicted ({told})" in out

@@ -340,7 +340,7 @@ def test_the_command_tells_what_layers_keep(
     flags: str, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
-    assert cli.main(["plan", *shlex.split(flags), "--json", str(file)]) == 0
+    assert cli.main(["plan", *shlex.split(flags), "--verbose", "--json", str(file)]) == 0
     out = capsys.readouterr().out
     assert all(one in out for one in said), out
     report = json.loads(file.read_text())

@@ -428,6 +428,17 @@ def test_the_longest_context_is_that_of_all_compositions(gib: float) -> None:
     assert "what fits: --quantize nf4" in said and all(plan(one).fits for one in nearest(refused))
 
 
+def test_a_refusal_says_how_far_other_flags_reach() -> None:
+    """Where no flag makes the context fit, the one that reaches farthest is named, and so far it fits."""
+    card = gpu(memory_bytes=16 * GIB)
+    refused = plan(request({}, "retrieval", hardware=card, draft=None, target=LLAMA, context=200_000))
+    ((flags, most),) = re.findall(r"with (--.*) up to (\d+) tokens fit;", str(refused.refusal))
+    assert flags == "--quantize nf4"
+    asked = request({}, "retrieval", hardware=card, draft=None, context=int(most))
+    asked = replace(asked, target=asked.target.with_weights(Quantization.named("nf4")))
+    assert plan(asked).fits and not plan(replace(asked, context=asked.context + 256)).fits
+
+
 def test_experts_that_stay_as_they_are_are_named() -> None:
     asked = request({}, "plain", context=8192, hardware=named_hardware("rtx3090"), draft=None)
     experts = find_shape("qwen3-30b-a3b", None, quantize="nf4")

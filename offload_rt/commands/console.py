@@ -53,9 +53,12 @@ def wrapped(line: str, indent: int = LABEL) -> str:
 
 def duration(seconds: float) -> str:
     """Returns a duration in a unit that suits it."""
-    if seconds < 100:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class Console:

@@ -203,7 +203,7 @@ def _unplanned(request: PlanRequest, refusal: str) -> Plan:
 def _planned(request: PlanRequest, predictor: Predictor, best: RoundTime) -> Plan:
     """Returns the plan for a request, of whose sizes those of `predictor` fit, with its best round."""
     fitting = predictor.request
-    plain = replace(fitting.having("speculation.levels", ()), given_remote_mlps=fitting.remote_mlps)
+    plain = _fitting(request.having("speculation.levels", ())) or fitting.having("speculation.levels", ())
     predicted = Prediction(
         pass_ms=best.verification.ms,
         draft_ms=best.draft.ms,
@@ -329,11 +329,15 @@ def _refused(requests: Sequence[PlanRequest]) -> Plan:
 
 def _remedies(requests: Sequence[PlanRequest], plainest: PlanRequest) -> str:
     """Returns the change that makes a request fit and costs the user least, and the longest contexts."""
-    change = _change(requests, plainest)
-    remedies = [f"what fits: {change}"] if change else []
-    if not change and (most := _longest_tokens(_quantized(requests))):
-        remedies.append(f"with {QUANTIZE} up to {most} tokens fit")
-    if most := _longest_tokens(requests):
+    flags = _flags(requests, plainest)
+    change = _size(plainest) or next((flag for flag, changed in flags.items() if _any_fits(changed)), None)
+    most, remedies = _longest_tokens(requests), [f"what fits: {change}"] if change else []
+    if change is None and flags:
+        reach = {flag: _longest_tokens(changed) for flag, changed in flags.items()}
+        flag = max(reach, key=lambda flag: reach[flag])
+        if reach[flag] > most:
+            remedies.append(f"with {flag} up to {reach[flag]} tokens fit")
+    if most:
         remedies.append(f"the longest context that fits is {most} tokens")
     gpus = plainest.hardware.gpus
     twice = [replace(one, hardware=replace(one.hardware, gpus=2 * gpus)) for one in requests]
@@ -342,21 +346,42 @@ def _remedies(requests: Sequence[PlanRequest], plainest: PlanRequest) -> str:
     return "; ".join([*_experts(plainest), *remedies]) or NOTHING_FITS
 
 
-def _change(requests: Sequence[PlanRequest], plainest: PlanRequest) -> str | None:
-    """Returns the flag that makes one of the requests fit at its context; None where none does."""
-    if plainest.given_resident:
-        page = plainest.config.store.page
-        resident = plainest.capacities[0] // page * page  # a capacity for the whole context may end in a page
-        fewer = plainest.having("offload.resident_tokens", resident)
-        if resident < plainest.given_resident and not shortage(fewer):
+def _size(request: PlanRequest) -> str | None:
+    """Returns the smaller size that makes a request fit at its context; None where none does."""
+    if request.given_resident:
+        page = request.config.store.page
+        resident = request.capacities[0] // page * page  # a capacity for all of the context is no whole pages
+        fewer = request.having("offload.resident_tokens", resident)
+        if resident < request.given_resident and not shortage(fewer):
             return f"--set offload.resident_tokens={resident}"
-    if budget := _largest_budget(plainest):
+    if budget := _largest_budget(request):
         return f"--set retrieval.budget={budget}"
-    if plainest.target.dtype == torch.float32 and _any_fits(_in_bfloat16(requests)):
-        return "--dtype bfloat16"
-    if plainest.levels and _any_fits([plainest.having("speculation.levels", ())]):
-        return "--config plain"
-    return QUANTIZE if _any_fits(_quantized(requests)) else None
+    return None
+
+
+def _flags(requests: Sequence[PlanRequest], plainest: PlanRequest) -> dict[str, list[PlanRequest]]:
+    """Returns flags that save memory, those that cost least first, with the requests that they change."""
+    flags = dict[str, list[PlanRequest]]()
+    if plainest.target.dtype == torch.float32:
+        flags["--dtype bfloat16"] = [_in_bfloat16(one) for one in requests]
+    plain = [plainest.having("speculation.levels", ())] if plainest.levels else []
+    if plain:
+        flags["--config plain"] = plain
+    if plainest.target.quantization is None:
+        flags[QUANTIZE] = list(map(_quantized, requests))
+        if plain:
+            flags[f"--config plain {QUANTIZE}"] = list(map(_quantized, plain))
+    return flags
+
+
+def _in_bfloat16(request: PlanRequest) -> PlanRequest:
+    draft = request.draft and replace(request.draft, dtype=torch.bfloat16)
+    return replace(request, target=replace(request.target, dtype=torch.bfloat16), draft=draft)
+
+
+def _quantized(request: PlanRequest) -> PlanRequest:
+    """Returns the request with the target's weights in the smallest format."""
+    return replace(request, target=request.target.with_weights(Quantization.named(NF4)))
 
 
 def _experts(request: PlanRequest) -> Iterator[str]:
@@ -374,23 +399,6 @@ def _experts(request: PlanRequest) -> Iterator[str]:
     )
 
 
-def _in_bfloat16(requests: Iterable[PlanRequest]) -> list[PlanRequest]:
-    def narrowed(one: PlanRequest) -> PlanRequest:
-        draft = one.draft and replace(one.draft, dtype=torch.bfloat16)
-        return replace(one, target=replace(one.target, dtype=torch.bfloat16), draft=draft)
-
-    return [narrowed(one) for one in requests]
-
-
-def _quantized(requests: Iterable[PlanRequest]) -> list[PlanRequest]:
-    """Returns the requests with the target's weights in the smallest format; none if they are quantised."""
-    return [
-        replace(one, target=one.target.with_weights(Quantization.named(NF4)))
-        for one in requests
-        if one.target.quantization is None
-    ]
-
-
 def _any_fits(requests: Iterable[PlanRequest]) -> bool:
     return any(_fitting(way) for one in requests for way in _ways(one))
 
@@ -401,8 +409,6 @@ def _shortened(requests: Iterable[PlanRequest], tokens: int) -> list[PlanRequest
 
 def _longest_tokens(requests: Sequence[PlanRequest]) -> int:
     """Returns the longest prompt below that of the requests that one of them fits, in whole pages; or 0."""
-    if not requests:
-        return 0
     page = requests[0].config.store.page
     pages = (requests[0].context - 1) // page
     return page * _most(pages, lambda count: _any_fits(_shortened(requests, count * page)))
