@@ -20,7 +20,8 @@ from offload_rt import cli
 from offload_rt.commands.console import duration
 from offload_rt.commands.prompts import token_count
 from offload_rt.config import AUTOMATIC
-from offload_rt.machine.hardware import Hardware, named_hardware
+from offload_rt.machine.hardware import KNOWN_GPUS, Hardware, named_hardware
+from offload_rt.model.named_shapes import SHAPES
 
 Run = Callable[..., tuple[str, dict[str, Any]]]
 
@@ -265,3 +266,69 @@ def test_ignored_attention_is_told_where_it_matters(run: Run) -> None:
     flags = "--model Qwen2.5-7B-Instruct-1M --gpu h100 --config plain"
     assert "note       dual-chunk attention is ignored" in run(f"{flags} --context 512k")[0]
     assert "dual-chunk" not in run(f"{flags} --context 128k")[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--model qwen2.5-7b-1m --context 1M", "prompt of 999,744 tokens, 256 new"),
+        ("--model qwen2.5-7b-1m --context 1M --new-tokens 9000", "prompt of 1,000,000 tokens, 9,000 new"),
+        ("--model qwen2.5-7b-1m --context 1000k", "prompt of 999,744 tokens, 256 new"),
+    ],
+)
+def test_a_unit_is_decimal_where_only_that_fits_the_positions(run: Run, flags: str, said: str) -> None:
+    out, _ = run(f"{flags} --gpu rtxa6000 --config plain")
+    assert said in out
+    assert "planned for 1,000,000 tokens: 1,0" in out and "more than the 1,010,000 positions" in out
+
+
+def test_a_unit_is_binary_where_it_fits(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "planned for" not in run("--model qwen2.5-7b-1m --context 900k --gpu rtxa6000 --config plain")[0]
+    refused = "plan --model qwen2.5-7b-1m --context 1M --new-tokens 20000 --gpu rtxa6000"
+    assert cli.main(refused.split()) == 2
+    assert "1048576 prompt tokens and 20000 new ones are more than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct", "microsoft/phi-4"])
+def test_a_hub_id_that_is_known_by_name_needs_no_network(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def asked(*_: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("offload_rt.model.checkpoint_config.located", asked)
+    _, report = run(f"--model {name} --context 8k --gpu rtx5090 --config plain")
+    assert report["inputs"]["model"]["name"] in ("qwen3-8b", "llama3.1-8b", "phi-4")
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        *(
+            ("RTX 5060 Ti 8 GB", "rtx5060ti-8"),
+            ("5060ti-16", "rtx5060ti-16"),
+            ("GeForce RTX 5070", "rtx5070"),
+        ),
+        *(("5070 Ti", "rtx5070ti"), ("RTX 4070", "rtx4070"), ("RTX 4070 SUPER", "rtx4070super")),
+        *(("rtx4070ti super", "rtx4070tisuper"), ("4080 Super", "rtx4080super"), ("RTX 3080", "rtx3080")),
+        *(("RTX 3080 10GB", "rtx3080"), ("RTX 3080 12 GB", "rtx3080-12"), ("RTX 3060 12GB", "rtx3060")),
+        *(("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"), ("RTX A6000", "rtxa6000"), ("L40S", "l40s")),
+        *(("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"), ("A100 80GB", "a100-80")),
+    ],
+)
+def test_names_of_cards(written: str, name: str) -> None:
+    (card,) = named_hardware(written).gpus
+    assert card.name == name
+    # Half the lanes of a slot carry half its rate; a rate that is given is taken as it is.
+    assert card.to_device_rate == (12.5 if "60ti" in name else 25.0)
+    assert named_hardware(written, link=20.0).gpus[0].to_device_rate == 20.0
+
+
+def test_the_list_names_models_and_cards(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli._parser().parse_args(["plan", "--list"])
+    assert ended.value.code == 0
+    listed = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line}
+    assert {*KNOWN_GPUS, *SHAPES} <= set(listed)
+    assert listed["rtx4090"] == ["24.0", "1,008", "165", "4.0", "×16"]
+    assert listed["llama3.1-8b"] == ["8.03", "B", "15.0", "0.125", "131,072"]

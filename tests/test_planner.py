@@ -489,7 +489,9 @@ def test_named_machines() -> None:
     assert rates == pytest.approx([49, 49, 30.1, 15.05])
     other = named_hardware("h100", 2, vram=60)
     assert [one.memory_bytes for one in other.gpus] == [60 * GIB] * 2
-    assert all(plan(request(hardware=named_hardware(name, 2), config="plain")).fits for name in KNOWN_GPUS)
+    machines = [named_hardware(name, 2) for name in KNOWN_GPUS]
+    plans = [plan(request(hardware=one, config="plain")) for one in machines]
+    assert all(one.fits == (one.request.hardware.gpus[0].memory_bytes > 10.5 * GIB) for one in plans)
     with pytest.raises(UsageError, match="rtx9999.*rtx4090"):
         named_hardware("rtx9999")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload_rt.commands.console import Console
 from offload_rt.commands.options import (
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from offload_rt.planning.planner import Plan
 
 FIGURES = {
-    "--link": ("GB/s", "rate of each GPU's link, each way (default: 25)"),
+    "--link": ("GB/s", "rate of each GPU's link, each way (default: 25, or 12.5 for a card of 8 lanes)"),
     "--dram": ("GB/s", "rate of host memory (default: 70)"),
     "--ram": ("GiB", "size of host memory (default: 96)"),
     "--cpu-attention": ("GB/s", "rate at which the CPU attends to KV (default: 0.7 of the memory's)"),
@@ -52,6 +52,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     plan.set_defaults(run=run)
 
+    names = "list the models and cards known by name, and exit"
+    plan.add_argument("--list", action=ListNames, help=names)
     add = plan.add_argument_group("model").add_argument
     meaning = f"e.g. llama2-7b (default: {SETTING}, or the demo pair)"
     add("--model", default=SettingDefault("model", "demo"), metavar="FOLDER|ID|SHAPE", help=meaning)
@@ -83,7 +85,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--no-ahead", action="store_true", help="do not draft while a pass streams")
 
     add = plan.add_argument_group("hardware (default: this machine, as doctor measures it)").add_argument
-    gpus = "rtx4090, rtx3090, l40, a100-80, h100, … or none (default: this machine's GPU)"
+    gpus = "a card's name, rtx4090, l40s, a100-80, …, or none (default: this machine's GPU)"
     add("--gpu", metavar="NAME", help=gpus)
     add("--gpus", type=int, metavar="N", help="number of GPUs: the first computes, all hold KV (default: 1)")
     for flag, (unit, help) in FIGURES.items():
@@ -91,6 +93,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     verbose = "also print the placement, the times of a round, and what the plan assumes"
     plan.add_argument("--verbose", action="store_true", help=verbose)
     add_json(plan.add_argument, "the plan, its inputs and the alternatives to it")
+
+
+class ListNames(argparse.Action):
+    """Prints what a plan knows by name and exits, whatever else is given, as `--help` does."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from offload_rt.commands.plan_names import known_names
+
+        print("\n".join(known_names()))
+        parser.exit()
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -107,11 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
     from offload_rt.planning.placement import PlanRequest
     from offload_rt.planning.planner import ranked
 
-    context, new_tokens = arguments.context, arguments.new_tokens
-    if new_tokens is None and context > 1:
-        new_tokens = min(NEW_TOKENS, context // 2)
-        context -= new_tokens
-    target, stretched = _target(arguments, context + (new_tokens or 1))
+    target, tokens, stretched = _target(arguments)
+    context, new_tokens = _sizes(tokens, arguments.new_tokens)
     place = device("cuda" if hardware.gpus else "cpu")
     target = replace(target, dtype=choose_dtype(arguments.dtype, place, target.dtype) or target.dtype)
 
@@ -119,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         return ranked(
             PlanRequest(
                 *(target, small and replace(small, dtype=target.dtype), config),
-                *(context, new_tokens or 1, hardware),
+                *(context, new_tokens, hardware),
                 same_model_acceptance=arguments.acceptance,
                 small_model_acceptance=arguments.draft_acceptance,
             )
@@ -147,20 +159,42 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _target(arguments: argparse.Namespace, tokens: int) -> tuple[ModelShape, str | None]:
-    """Returns the shape of the target in its own dtype, and a note where its positions are stretched."""
+def _sizes(tokens: int, new_tokens: int | None) -> tuple[int, int]:
+    """Returns the tokens of the prompt, and new ones; without `new_tokens` they are part of `tokens`."""
+    if new_tokens is not None or tokens == 1:
+        return tokens, new_tokens or 1
+    new = min(NEW_TOKENS, tokens // 2)
+    return tokens - new, new
+
+
+def _target(arguments: argparse.Namespace) -> tuple[ModelShape, int, str | None]:
+    """Returns the shape of the target in its own dtype, the tokens to plan for, and a note on its positions.
+
+    A context such as 1M is read in decimal units where the model has no positions for the binary ones.
+    """
     from offload_rt.model.named_shapes import find_shape, known_name
     from offload_rt.model.rope import Yarn
     from offload_rt.model.shape import yarn_factor
 
-    name, rope, quantize = arguments.model, arguments.rope, arguments.quantize
-    target = find_shape(name, None, rope, quantize)
-    if rope is not None or tokens <= target.max_positions or known_name(name) is None:
-        return target, None
-    if (factor := yarn_factor(target, tokens)) is None:
-        return target, None
+    name, rope, quantize, asked = arguments.model, arguments.rope, arguments.quantize, arguments.context
+    target, new = find_shape(name, None, rope, quantize), arguments.new_tokens
+    needed = sum(_sizes(asked, new))
+    if needed <= target.max_positions:
+        return target, asked, None
+    if sum(_sizes(asked.decimal, new)) <= target.max_positions < asked:
+        return (
+            target,
+            asked.decimal,
+            (
+                f"planned for {asked.decimal:,} tokens: {asked:,} are more than the {target.max_positions:,}"
+                " positions of the model"
+            ),
+        )
+    factor = yarn_factor(target, needed) if rope is None and known_name(name) is not None else None
+    if factor is None:
+        return target, asked, None
     note = f"more than {target.max_positions:,} positions: run it with --rope yarn:{factor}, as planned here"
-    return find_shape(name, None, Yarn(factor), quantize), note
+    return find_shape(name, None, Yarn(factor), quantize), asked, note
 
 
 def _draft(
