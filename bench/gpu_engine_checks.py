@@ -99,7 +99,7 @@ def launches() -> Iterator[Counter[str]]:
 
 
 def planned(given: Given) -> Iterator[Row]:
-    """Decodes after 32K tokens as planned: ms a token beside the plan; fails if memory exceeds the plan."""
+    """Decodes after 32K tokens as planned: ms per token beside the plan; fails if memory exceeds the plan."""
     device = given.device
     with opened(given, given.sizes.planned, {}) as text:
         memory = {name: size / GIB for name, size in plan(text.request).gpus[0].items()}
@@ -128,7 +128,7 @@ def largest(given: Given) -> Iterator[Row]:
 
 
 def streamed(given: Given) -> Iterator[Row]:
-    """Decodes after 128K tokens, all streamed: share of the link's rate, gaps per round, ms a token."""
+    """Decodes after 128K tokens, all streamed: share of the link's rate, gaps per round, ms per token."""
     with opened(given, given.sizes.streamed, NOTHING_RESIDENT) as text:
         yield told(text, given)
 

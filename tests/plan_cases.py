@@ -15,6 +15,7 @@ from machine_cases import DESKTOP, GPU, HOST
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.machine.hardware import Hardware
 from offload_rt.model.named_shapes import find_shape
+from offload_rt.model.quantization import Quantization
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
 from offload_rt.planning.prediction import Predictor, RoundTime
@@ -97,6 +98,10 @@ def nearest(planned: Plan) -> Iterator[PlanRequest]:
             case ["2", "such", "GPUs"]:
                 gpus = 2 * asked.hardware.gpus
                 yield replace(asked, hardware=replace(asked.hardware, gpus=gpus))
+            case ["--config", "plain"]:
+                yield asked.having("speculation.levels", ())
+            case ["--quantize", name]:
+                yield replace(asked, target=asked.target.with_weights(Quantization.named(name)))
             case ["--dtype", "bfloat16"]:
                 draft = asked.draft and replace(asked.draft, dtype=torch.bfloat16)
                 yield replace(asked, target=replace(asked.target, dtype=torch.bfloat16), draft=draft)

@@ -80,7 +80,7 @@ def test_auto_chooses_the_config_that_is_predicted_to_be_fastest(
         assert (long.config, short.config) == ("naive", "plain") and long.levels[0].name == "draft:streaming"
         alone = llm.generate(PROMPT, params)
         assert long.tokens == alone.tokens
-        chosen = re.findall(r"^config auto: ([a-z]+) [0-9.]+ ms a token", "\n".join(alone.notices), re.M)
+        chosen = re.findall(r"^config auto: ([a-z]+) [0-9.]+ ms per token", "\n".join(alone.notices), re.M)
         assert chosen == ["plain", "naive"], "the shortest prompt is read first, and a choice is told once"
     with LLM.from_models(target, overrides=SIZES) as llm:  # without a small model
         result = llm.generate(PROMPT, params)

@@ -392,10 +392,8 @@ def test_a_run_far_from_its_plan_says_so(
     llm.plan = None if predicted is None else plan
     _, _, err = run("generate --prompt abc")
     assert ("of the plan" in err) == (told is not None) and (told or "") in err
-    if "doctor --refresh" in err:  # which no plan heeds that has other rates
-        hardware.measured = False
-        _, _, err = run("generate --prompt abc")
-        assert "of the plan; the plan has the rates of a usual desktop" in err and "doctor" not in err
+    hardware.measured = False  # the rates of a usual desktop say nothing about this machine
+    assert "of the plan" not in run("generate --prompt abc")[2]
 
 
 def telling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -741,7 +739,10 @@ def test_a_person_who_begins_is_told_how(run: Run) -> None:
     assert code == ended.returncode == 0 and re.fullmatch(r"offload-rt \d+\.\d+\.\d+\n", ended.stdout)
 
 
-SWITCHES = ("--help", "--ignore-eos", "--compare-plain", "--quiet", "--refresh", "--no-ahead", "--context")
+SWITCHES = (
+    *("--help", "--ignore-eos", "--compare-plain", "--quiet", "--refresh", "--no-ahead", "--context"),
+    *("--list", "--verbose"),
+)
 """Flags without a default; a plan needs its context."""
 
 

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 from machine_cases import HOST
 
+import offload_rt
 from offload_rt import cli
+from offload_rt.commands.console import duration
 from offload_rt.commands.prompts import token_count
 from offload_rt.config import AUTOMATIC
-from offload_rt.machine.hardware import Hardware
+from offload_rt.machine.hardware import KNOWN_GPUS, Hardware, named_hardware
+from offload_rt.model.named_shapes import SHAPES
 
 Run = Callable[..., tuple[str, dict[str, Any]]]
 
@@ -29,7 +32,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
     def run(flags: str, code: int = 0) -> tuple[str, dict[str, Any]]:
         file = tmp_path / "plan.json"
-        assert cli.main(["plan", *shlex.split(flags), "--json", str(file)]) == code
+        assert cli.main(["plan", *shlex.split(flags), "--verbose", "--json", str(file)]) == code
         out, err = capsys.readouterr()
         assert bool(out) == (code == 0) and err.count("\n") == (code != 0)
         return out or err, json.loads(file.read_text())
@@ -56,8 +59,8 @@ def test_the_command_tells_the_plan(run: Run) -> None:
     for said in (
         "llama2-7b and jf68m in bfloat16, prompt of 130,048 tokens, 256 new; config triforce",
         "KV         63.50 GiB: resident on GPUs",
-        "store      48.34 GiB of CPU memory: full pages are packed to 12.2 bits a value",
-        f"{predicted['ms_per_token']:.1f} ms a token",
+        "store      48.34 GiB of CPU memory: full pages are packed to 12.2 bits per value",
+        f"{predicted['ms_per_token']:.1f} ms per token",
         f"bottleneck {predicted['bottleneck']}",
         f"retrieved  {report['retrieved']['budget']:,} entries of 8 bits in each layer and KV head, ",
         f"of rounds refresh the retrieved cache from the {report['retrieved']['refresh_from']}, ",
@@ -65,7 +68,14 @@ def test_the_command_tells_the_plan(run: Run) -> None:
     ):
         assert said in out
     chosen = {"config", "retrieved", "placement", "layers"}
-    assert set(report) == {"fits", *chosen, "memory", "predicted", "assumptions"}
+    made = {"version", "inputs", "alternatives"}
+    assert set(report) == {"fits", *chosen, "memory", "predicted", "assumptions", *made}
+    assert report["version"] == offload_rt.__version__ and report["alternatives"] == []
+    inputs = report["inputs"]
+    target = {"name": "llama2-7b", "dtype": "bfloat16", "quantization": None, "positions": 131_072}
+    assert inputs["model"] == target
+    assert inputs["draft"]["name"] == "jf68m" and (inputs["context"], inputs["new_tokens"]) == (130_048, 256)
+    assert Hardware.from_json(inputs["hardware"]) == named_hardware("rtx4090")
     assert set(report["placement"]) == PLACEMENT and set(predicted) == PREDICTED
     assert report["fits"] is True and sum(card.values()) <= 24_564 * 2**20
     assert card["weights"] == 2 * 6_738_415_616 and report["memory"]["host"]["kv"] == pytest.approx(
@@ -75,11 +85,53 @@ def test_the_command_tells_the_plan(run: Run) -> None:
     assert all(re.search(r"\d", sentence) for sentence in report["assumptions"])
 
 
+@pytest.mark.parametrize(
+    ("machine", "memory"),
+    [
+        ("--gpu rtx4090", r"[\d.]+ of 24\.0 GiB of GPU memory, \d+ of 92 GiB of RAM"),
+        (
+            "--gpu rtx3090 --gpus 2 --ram 128",
+            r"[\d.]+ of 48\.0 GiB of the memory of 2 GPUs, \d+ of 124 GiB of RAM",
+        ),
+        ("--gpu none", r"\d+ of 92 GiB of RAM"),
+    ],
+)
+def test_the_first_line_is_the_verdict(
+    run: Run, capsys: pytest.CaptureFixture[str], machine: str, memory: str
+) -> None:
+    flags = f"--model llama3.1-8b --context 120000 {machine}"
+    out, report = run(flags)
+    ms, seconds = report["predicted"]["ms_per_token"], report["predicted"]["prefill_ms"] / 1e3
+    times = rf"first answer after {duration(seconds)}, then (\S+) tokens/s \((\S+) ms per token, predicted\)"
+    (rates,) = re.findall(rf"^fits: {memory}; {times}$", out.splitlines()[0])
+    assert [float(rate) for rate in rates] == pytest.approx([1e3 / ms, ms], rel=0.05)
+    # The rest is printed on request.
+    assert cli.main(["plan", *flags.split()]) == 0
+    short = capsys.readouterr().out
+    assert out.startswith(short) and short.count("\n") == 3
+    assert not re.search("^(KV|ring|store|round|assumed)", short, re.M)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model llama3.1-8b --context 22k --gpu rtx4060ti-16 --vram 17",
+        "--model qwen3-14b --context 32k --gpu rtx3060 --quantize nf4",
+        "--model llama2-7b --draft jf68m --context 60000 --gpu rtx3090 --vram 18",
+    ],
+)
+def test_plain_decoding_has_one_figure(run: Run, flags: str) -> None:
+    """Where drafts leave plain decoding less memory, it is compared as it would run without them."""
+    reports = [run(f"{flags} --config {config}")[1] for config in ("plain", "retrieval", "lookup")]
+    plain = reports[0]["predicted"]["ms_per_token"]
+    assert {one["predicted"]["plain_ms_per_token"] for one in reports} == {plain}
+
+
 def test_the_command_tells_of_groups_on_one_device_and_on_two(run: Run) -> None:
     flags = "--model llama2-7b --context 16000 --gpu rtx4090 --config retrieval --set speculation.gamma2=4"
     level = """--set 'speculation.levels=[{ model = "target", cache = "retrieved", layers = "groups:4" }]'"""
     out, report = run(f"{flags} {level} --gpus 2")
-    numbers = r"draft [\d.]+ ms, [\d.]+ ms a token"
+    numbers = r"draft [\d.]+ ms, [\d.]+ ms per token"
     (planned,) = re.findall(
         rf"groups +on (one GPU|two) as planned; on one: {numbers}; on two: {numbers}", out
     )
@@ -110,7 +162,7 @@ def test_a_draft_that_makes_it_slower_is_named(run: Run) -> None:
         )
     )
     ms = without[1]["predicted"]["ms_per_token"]
-    assert f"draft      makes it slower: {ms:.1f} ms a token without it" in with_draft[0]
+    assert f"draft      makes it slower: {ms:.1f} ms per token without it" in with_draft[0]
     assert "makes it slower" not in without[0]
     bases = {report["predicted"]["plain_ms_per_token"] for _, report in (plain, without)}
     assert bases == {plain[1]["predicted"]["ms_per_token"]}, "one basis: the fastest plan"
@@ -123,9 +175,15 @@ def test_auto_is_the_fastest_of_all(run: Run) -> None:
     each = {config: report["predicted"]["ms_per_token"] for config, report in reports.items()}
     best, *others = sorted(each, key=lambda config: each[config])
     out, report = run(flags)
+    alternatives = report.pop("alternatives")
+    assert {one["config"]: one["ms_per_token"] for one in alternatives} == {
+        name: each[name] for name in others
+    }
+    assert reports[best].pop("alternatives") == []
+    assert report.pop("inputs")["draft"] and not reports[best].pop("inputs")["draft"], "retrieval needs none"
     assert report == reports[best]
     told = ", ".join(f"{config} {each[config]:.1f}" for config in others)
-    assert f"config     {best} {each[best]:.1f} ms a token, as predicted ({told})" in out
+    assert f"config     {best} {each[best]:.1f} ms per token, as predicted ({told})" in out
     # Without a draft, what needs one is not among them.
     out, _ = run("--model llama3.1-8b --context 120000 --gpu rtx4090")
     assert "triforce" not in out and "naive" not in out and "lookup" in out
@@ -208,3 +266,69 @@ def test_ignored_attention_is_told_where_it_matters(run: Run) -> None:
     flags = "--model Qwen2.5-7B-Instruct-1M --gpu h100 --config plain"
     assert "note       dual-chunk attention is ignored" in run(f"{flags} --context 512k")[0]
     assert "dual-chunk" not in run(f"{flags} --context 128k")[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--model qwen2.5-7b-1m --context 1M", "prompt of 999,744 tokens, 256 new"),
+        ("--model qwen2.5-7b-1m --context 1M --new-tokens 9000", "prompt of 1,000,000 tokens, 9,000 new"),
+        ("--model qwen2.5-7b-1m --context 1000k", "prompt of 999,744 tokens, 256 new"),
+    ],
+)
+def test_a_unit_is_decimal_where_only_that_fits_the_positions(run: Run, flags: str, said: str) -> None:
+    out, _ = run(f"{flags} --gpu rtxa6000 --config plain")
+    assert said in out
+    assert "planned for 1,000,000 tokens: 1,0" in out and "more than the 1,010,000 positions" in out
+
+
+def test_a_unit_is_binary_where_it_fits(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "planned for" not in run("--model qwen2.5-7b-1m --context 900k --gpu rtxa6000 --config plain")[0]
+    refused = "plan --model qwen2.5-7b-1m --context 1M --new-tokens 20000 --gpu rtxa6000"
+    assert cli.main(refused.split()) == 2
+    assert "1048576 prompt tokens and 20000 new ones are more than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct", "microsoft/phi-4"])
+def test_a_hub_id_that_is_known_by_name_needs_no_network(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def asked(*_: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("offload_rt.model.checkpoint_config.located", asked)
+    _, report = run(f"--model {name} --context 8k --gpu rtx5090 --config plain")
+    assert report["inputs"]["model"]["name"] in ("qwen3-8b", "llama3.1-8b", "phi-4")
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        *(
+            ("RTX 5060 Ti 8 GB", "rtx5060ti-8"),
+            ("5060ti-16", "rtx5060ti-16"),
+            ("GeForce RTX 5070", "rtx5070"),
+        ),
+        *(("5070 Ti", "rtx5070ti"), ("RTX 4070", "rtx4070"), ("RTX 4070 SUPER", "rtx4070super")),
+        *(("rtx4070ti super", "rtx4070tisuper"), ("4080 Super", "rtx4080super"), ("RTX 3080", "rtx3080")),
+        *(("RTX 3080 10GB", "rtx3080"), ("RTX 3080 12 GB", "rtx3080-12"), ("RTX 3060 12GB", "rtx3060")),
+        *(("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"), ("RTX A6000", "rtxa6000"), ("L40S", "l40s")),
+        *(("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"), ("A100 80GB", "a100-80")),
+    ],
+)
+def test_names_of_cards(written: str, name: str) -> None:
+    (card,) = named_hardware(written).gpus
+    assert card.name == name
+    # Half the lanes of a slot carry half its rate; a rate that is given is taken as it is.
+    assert card.to_device_rate == (12.5 if "60ti" in name else 25.0)
+    assert named_hardware(written, link=20.0).gpus[0].to_device_rate == 20.0
+
+
+def test_the_list_names_models_and_cards(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli._parser().parse_args(["plan", "--list"])
+    assert ended.value.code == 0
+    listed = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line}
+    assert {*KNOWN_GPUS, *SHAPES} <= set(listed)
+    assert listed["rtx4090"] == ["24.0", "1,008", "165", "4.0", "×16"]
+    assert listed["llama3.1-8b"] == ["8.03", "B", "15.0", "0.125", "131,072"]

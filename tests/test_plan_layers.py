@@ -340,7 +340,7 @@ def test_the_command_tells_what_layers_keep(
     flags: str, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
-    assert cli.main(["plan", *shlex.split(flags), "--json", str(file)]) == 0
+    assert cli.main(["plan", *shlex.split(flags), "--verbose", "--json", str(file)]) == 0
     out = capsys.readouterr().out
     assert all(one in out for one in said), out
     report = json.loads(file.read_text())
@@ -352,7 +352,7 @@ def test_the_command_tells_what_layers_keep(
 def test_what_does_not_fit_names_quantised_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(shlex.split("plan --model qwen3.5-27b --gpu rtx4090 --context 262144")) == 2
     err = capsys.readouterr().err
-    assert "GPU 0 (rtx4090) has 24.0 GiB" in err and "weights 50.1" in err and "quantised weights" in err
+    assert "GPU 0 (rtx4090) has 24.0 GiB" in err and "weights 50.1" in err and "--quantize nf4" in err
 
 
 def test_the_meta_device_is_enough() -> None:

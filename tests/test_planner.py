@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from machine_cases import DESKTOP, HOST
-from plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, host, request
+from plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, host, nearest, request
 
 from offload_rt.caches.buffers import whole_pages
 from offload_rt.drafting.expectations import DRAFT_LENGTHS, expected_tokens, outcome_chances
@@ -16,8 +17,9 @@ from offload_rt.drafting.shapes import CHAIN
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, KNOWN_GPUS, AttentionRate, Hardware, named_hardware
 from offload_rt.model.named_shapes import find_shape
+from offload_rt.model.quantization import Quantization
 from offload_rt.planning.placement import PlanRequest, gpu_memory, host_memory, shortage
-from offload_rt.planning.planner import Prediction, plan
+from offload_rt.planning.planner import Prediction, plan, ranked
 from offload_rt.planning.prediction import Predictor, attention_rate
 from offload_rt.toml import load_config
 
@@ -378,11 +380,11 @@ FLOAT32 = replace(LLAMA, dtype=torch.float32)
 @pytest.mark.parametrize(
     ("changes", "why", "change", "longest"),
     [
-        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "", 35840),
+        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "--quantize nf4", 35840),
         ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", "", 79104),
         ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", "", 1792),
         ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", "", 90112),
-        ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", "2 such GPUs", 0),
+        ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", "--quantize nf4", 0),
         ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", "--dtype bfloat16", 0),
         ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=12688", 109824),
         (
@@ -406,6 +408,51 @@ def test_a_refusal_names_the_nearest_plan(
     assert said.partition("the longest context that fits is ")[2] == (f"{longest} tokens" if longest else "")
     if longest:
         assert not plan(request(**changes | {"context": longest + 256})).fits
+
+
+@pytest.mark.parametrize("gib", [14.5, 15, 16])
+def test_the_longest_context_is_that_of_all_compositions(gib: float) -> None:
+    """One more page fits none of them, plain decoding included, and the change that is named makes it fit."""
+    asked = [
+        request({}, config, hardware=gpu(memory_bytes=int(gib * GIB)), draft=None)
+        for config in ("retrieval", "trees", "lookup", "plain")
+    ]
+    (refused,) = ranked(asked)
+    said = str(refused.refusal)
+    longest = int(re.findall(r"the longest context that fits is (\d+) tokens", said)[0])
+    fitting, beyond = (
+        [plan(replace(one, context=tokens)).fits for one in asked] for tokens in (longest, longest + 256)
+    )
+    assert any(fitting) and not any(beyond)
+    assert fitting[-1], "plain decoding takes the least memory"
+    assert "what fits: --quantize nf4" in said and all(plan(one).fits for one in nearest(refused))
+
+
+def test_a_refusal_says_how_far_other_flags_reach() -> None:
+    """Where no flag makes the context fit, the one that reaches farthest is named, and so far it fits."""
+    card = gpu(memory_bytes=16 * GIB)
+    refused = plan(request({}, "retrieval", hardware=card, draft=None, target=LLAMA, context=200_000))
+    ((flags, most),) = re.findall(r"with (--.*) up to (\d+) tokens fit;", str(refused.refusal))
+    assert flags == "--quantize nf4"
+    asked = request({}, "retrieval", hardware=card, draft=None, context=int(most))
+    asked = replace(asked, target=asked.target.with_weights(Quantization.named("nf4")))
+    assert plan(asked).fits and not plan(replace(asked, context=asked.context + 256)).fits
+
+
+def test_experts_that_stay_as_they_are_are_named() -> None:
+    asked = request({}, "plain", context=8192, hardware=named_hardware("rtx3090"), draft=None)
+    experts = find_shape("qwen3-30b-a3b", None, quantize="nf4")
+    said = str(plan(replace(asked, target=experts)).refusal)
+    assert "nf4 leaves the experts in bfloat16, 54.0 GiB: this needs a GPU of 58 GiB" in said
+    assert "--quantize" not in said
+    # Unquantised, nothing is advised that does not help.
+    assert "--quantize" not in str(plan(replace(asked, target=find_shape("qwen3-30b-a3b", None))).refusal)
+
+
+def test_what_is_quantized_is_not_advised_to_be() -> None:
+    target = LLAMA.with_weights(Quantization.named("int8"))
+    refused = plan(request(target=target, hardware=gpu(memory_bytes=4 * GIB)))
+    assert "quantize" not in str(refused.refusal) and "2 such GPUs" not in str(refused.refusal)
 
 
 @pytest.mark.parametrize(
@@ -442,7 +489,9 @@ def test_named_machines() -> None:
     assert rates == pytest.approx([49, 49, 30.1, 15.05])
     other = named_hardware("h100", 2, vram=60)
     assert [one.memory_bytes for one in other.gpus] == [60 * GIB] * 2
-    assert all(plan(request(hardware=named_hardware(name, 2), config="plain")).fits for name in KNOWN_GPUS)
+    machines = [named_hardware(name, 2) for name in KNOWN_GPUS]
+    plans = [plan(request(hardware=one, config="plain")) for one in machines]
+    assert all(one.fits == (one.request.hardware.gpus[0].memory_bytes > 10.5 * GIB) for one in plans)
     with pytest.raises(UsageError, match="rtx9999.*rtx4090"):
         named_hardware("rtx9999")
 

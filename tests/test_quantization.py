@@ -497,7 +497,9 @@ def test_planned_bytes_are_those_that_are_loaded(folders: dict[str, Path], quant
 
 
 def test_the_plan_of_a_quantized_model(capsys: pytest.CaptureFixture[str]) -> None:
-    command = "plan --model qwen3-32b --quantize nf4 --gpu rtx4090 --context 131072 --config retrieval"
+    command = (
+        "plan --verbose --model qwen3-32b --quantize nf4 --gpu rtx4090 --context 131072 --config retrieval"
+    )
     assert cli.main(command.split()) == 0
     out = capsys.readouterr().out
     assert "plan       qwen3-32b in bfloat16 with nf4 weights, prompt of 130,816 tokens, 256 new" in out

@@ -53,9 +53,12 @@ def wrapped(line: str, indent: int = LABEL) -> str:
 
 def duration(seconds: float) -> str:
     """Returns a duration in a unit that suits it."""
-    if seconds < 100:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 class Console:
@@ -202,9 +205,12 @@ class Console:
             self.notice(text)
 
     def compare_with_plan(self, result: GenerationResult, plan: Plan | None) -> None:
-        """Says where decoding took far more or less time than predicted, and names a busy machine."""
+        """Prints where decoding took far more or less time than predicted, and names a busy machine.
+
+        A plan with the rates of a usual desktop, before this machine is measured, is not compared.
+        """
         tokens = result.timings.predicted_n
-        if plan is None or tokens < COMPARABLE_TOKENS:
+        if plan is None or not plan.request.hardware.measured or tokens < COMPARABLE_TOKENS:
             return
         measured = result.timings.predicted_ms / tokens
         ratio = measured / plan.ms_per_token
@@ -213,8 +219,6 @@ class Console:
         times = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
         text = f"decoding took {measured:.1f} ms/token, {times} times the {plan.ms_per_token:.1f} of the plan"
         remedy = "offload-rt doctor --refresh measures this machine again"
-        if not plan.request.hardware.measured:
-            remedy = "the plan has the rates of a usual desktop"
         cause = self.other_work.told() if ratio > 1 else None
         self.notice(f"{text}; {cause or remedy}")
 

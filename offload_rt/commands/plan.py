@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload_rt.commands.console import Console
 from offload_rt.commands.options import (
@@ -22,16 +22,16 @@ from offload_rt.config import AUTO, NO_DRAFT
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.errors import UsageError
 from offload_rt.files import write_json
-from offload_rt.machine.hardware import GIB, NO_GPU, Hardware, named_hardware
+from offload_rt.machine.hardware import NO_GPU, Hardware, named_hardware
 from offload_rt.settings import SettingDefault
 from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
     from offload_rt.model.shape import ModelShape
-    from offload_rt.planning.planner import Plan, Prediction
+    from offload_rt.planning.planner import Plan
 
 FIGURES = {
-    "--link": ("GB/s", "rate of each GPU's link, each way (default: 25)"),
+    "--link": ("GB/s", "rate of each GPU's link, each way (default: 25, or 12.5 for a card of 8 lanes)"),
     "--dram": ("GB/s", "rate of host memory (default: 70)"),
     "--ram": ("GiB", "size of host memory (default: 96)"),
     "--cpu-attention": ("GB/s", "rate at which the CPU attends to KV (default: 0.7 of the memory's)"),
@@ -52,6 +52,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     plan.set_defaults(run=run)
 
+    names = "list the models and cards known by name, and exit"
+    plan.add_argument("--list", action=ListNames, help=names)
     add = plan.add_argument_group("model").add_argument
     meaning = f"e.g. llama2-7b (default: {SETTING}, or the demo pair)"
     add("--model", default=SettingDefault("model", "demo"), metavar="FOLDER|ID|SHAPE", help=meaning)
@@ -83,12 +85,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--no-ahead", action="store_true", help="do not draft while a pass streams")
 
     add = plan.add_argument_group("hardware (default: this machine, as doctor measures it)").add_argument
-    gpus = "rtx4090, rtx3090, l40, a100-80, h100, … or none (default: this machine's GPU)"
+    gpus = "a card's name, rtx4090, l40s, a100-80, …, or none (default: this machine's GPU)"
     add("--gpu", metavar="NAME", help=gpus)
     add("--gpus", type=int, metavar="N", help="number of GPUs: the first computes, all hold KV (default: 1)")
     for flag, (unit, help) in FIGURES.items():
         add(flag, type=float, metavar=unit, help=help)
-    add_json(plan.add_argument, "the plan")
+    verbose = "also print the placement, the times of a round, and what the plan assumes"
+    plan.add_argument("--verbose", action="store_true", help=verbose)
+    add_json(plan.add_argument, "the plan, its inputs and the alternatives to it")
+
+
+class ListNames(argparse.Action):
+    """Prints what a plan knows by name and exits, whatever else is given, as `--help` does."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from offload_rt.commands.plan_names import known_names
+
+        print("\n".join(known_names()))
+        parser.exit()
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -99,16 +116,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     from torch import device
 
+    from offload_rt.commands import plan_report
     from offload_rt.levels.base import needs_draft_model, possible
     from offload_rt.model.loading import choose_dtype
     from offload_rt.planning.placement import PlanRequest
-    from offload_rt.planning.planner import comparison, ranked
+    from offload_rt.planning.planner import ranked
 
-    context, new_tokens = arguments.context, arguments.new_tokens
-    if new_tokens is None and context > 1:
-        new_tokens = min(NEW_TOKENS, context // 2)
-        context -= new_tokens
-    target, stretched = _target(arguments, context + (new_tokens or 1))
+    target, tokens, stretched = _target(arguments)
+    context, new_tokens = _sizes(tokens, arguments.new_tokens)
     place = device("cuda" if hardware.gpus else "cpu")
     target = replace(target, dtype=choose_dtype(arguments.dtype, place, target.dtype) or target.dtype)
 
@@ -116,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         return ranked(
             PlanRequest(
                 *(target, small and replace(small, dtype=target.dtype), config),
-                *(context, new_tokens or 1, hardware),
+                *(context, new_tokens, hardware),
                 same_model_acceptance=arguments.acceptance,
                 small_model_acceptance=arguments.draft_acceptance,
             )
@@ -126,43 +141,60 @@ def run(arguments: argparse.Namespace) -> int:
     small, told = None, None
     if needs_draft_model(configs):
         small, told = _draft(arguments, target, lambda small: planned_with(small)[0])
-    planned, *others = plans = planned_with(small)
+    plans = planned_with(small)
     if arguments.json is not None:
-        write_json("--json", arguments.json, planned.to_json())
-    lines = list(_report(planned, planned.check()))
+        write_json("--json", arguments.json, plan_report.to_json(plans))
+    planned, notes = plans[0], list[str]()
     if target.quantization is not None and target.quantization.notice:
-        lines.append(f"note       {target.quantization.notice}")
-    lines += _groups(planned)
+        notes.append(target.quantization.notice)
     if target.ignored and context > DUAL_CHUNK_TOKENS:
-        lines.append(f"note       {target.ignored}")
-    if stretched is not None:
-        lines.append(f"note       {stretched}")
-    if told is not None:
-        lines.append(f"note       {told}")
-    if others:
-        lines.insert(1, f"config     {comparison(plans)}")
-    elif small is not None and len(planned.request.levels) > 1:
+        notes.append(target.ignored)
+    notes += filter(None, (stretched, told))
+    lines = [f"note       {note}" for note in notes]
+    if len(configs) == 1 and small is not None and len(planned.request.levels) > 1:
         ms = planned_with(None)[0].ms_per_token
         if ms < planned.ms_per_token:
-            lines.append(f"draft      makes it slower: {ms:.1f} ms a token without it (--draft none)")
-    print("\n".join([*lines, "assumed", *(f"  - {sentence}" for sentence in planned.assumptions)]))
+            lines.append(f"draft      makes it slower: {ms:.1f} ms per token without it (--draft none)")
+    print("\n".join(plan_report.lines(plans, lines, arguments.verbose)))
     return 0
 
 
-def _target(arguments: argparse.Namespace, tokens: int) -> tuple[ModelShape, str | None]:
-    """Returns the shape of the target in its own dtype, and a note where its positions are stretched."""
+def _sizes(tokens: int, new_tokens: int | None) -> tuple[int, int]:
+    """Returns the tokens of the prompt, and new ones; without `new_tokens` they are part of `tokens`."""
+    if new_tokens is not None or tokens == 1:
+        return tokens, new_tokens or 1
+    new = min(NEW_TOKENS, tokens // 2)
+    return tokens - new, new
+
+
+def _target(arguments: argparse.Namespace) -> tuple[ModelShape, int, str | None]:
+    """Returns the shape of the target in its own dtype, the tokens to plan for, and a note on its positions.
+
+    A context such as 1M is read in decimal units where the model has no positions for the binary ones.
+    """
     from offload_rt.model.named_shapes import find_shape, known_name
     from offload_rt.model.rope import Yarn
     from offload_rt.model.shape import yarn_factor
 
-    name, rope, quantize = arguments.model, arguments.rope, arguments.quantize
-    target = find_shape(name, None, rope, quantize)
-    if rope is not None or tokens <= target.max_positions or known_name(name) is None:
-        return target, None
-    if (factor := yarn_factor(target, tokens)) is None:
-        return target, None
+    name, rope, quantize, asked = arguments.model, arguments.rope, arguments.quantize, arguments.context
+    target, new = find_shape(name, None, rope, quantize), arguments.new_tokens
+    needed = sum(_sizes(asked, new))
+    if needed <= target.max_positions:
+        return target, asked, None
+    if sum(_sizes(asked.decimal, new)) <= target.max_positions < asked:
+        return (
+            target,
+            asked.decimal,
+            (
+                f"planned for {asked.decimal:,} tokens: {asked:,} are more than the {target.max_positions:,}"
+                " positions of the model"
+            ),
+        )
+    factor = yarn_factor(target, needed) if rope is None and known_name(name) is not None else None
+    if factor is None:
+        return target, asked, None
     note = f"more than {target.max_positions:,} positions: run it with --rope yarn:{factor}, as planned here"
-    return find_shape(name, None, Yarn(factor), quantize), note
+    return find_shape(name, None, Yarn(factor), quantize), asked, note
 
 
 def _draft(
@@ -206,95 +238,3 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
             f"--gpus {count}: this machine has {len(hardware.gpus)}; describe another one with --gpu NAME"
         )
     return replace(hardware, gpus=hardware.gpus[: count or 1])
-
-
-def _report(plan: Plan, predicted: Prediction) -> Iterator[str]:
-    """Yields the lines of the report."""
-    request, placement = plan.request, plan.placement
-    draft = f" and {request.draft.name}" if request.draft is not None else ""
-    dtype = str(request.target.dtype).removeprefix("torch.")
-    if request.target.quantized and request.target.quantization is not None:
-        dtype += f" with {request.target.quantization.name} weights"
-    new = f"prompt of {request.context:,} tokens, {request.new_tokens:,} new"
-    yield f"plan       {request.target.name}{draft} in {dtype}, {new}; config {request.config.name}"
-    shares = {
-        "resident on GPUs": placement.resident_bytes,
-        "attended by the CPU": placement.cpu_attended_bytes,
-        "streamed": placement.streamed_bytes,
-    }
-    whole, target = sum(shares.values()), request.target
-    told = (f"{name} {size / GIB:.2f} GiB ({size / whole:.0%})" for name, size in shares.items() if size)
-    paged = f" in {target.paged_layers} of {target.layers} layers" if target.kinds.local else ""
-    if target.paged_layers:
-        yield f"KV         {whole / GIB:.2f} GiB{paged}: {'; '.join(told)}"
-        if (stored := plan.request.stored).packed:
-            size, bits = plan.host["kv"] / GIB, 16 * stored.stored_share
-            yield f"store      {size:.2f} GiB of CPU memory: full pages are packed to {bits:.1f} bits a value"
-        if request.retrieves:
-            retrieval, share = request.config.retrieval, request.retrieved_share
-            yield (
-                f"retrieved  {retrieval.budget:,} entries of {retrieval.entry_bits} bits in each layer and KV"
-                f" head, {share:.0%} of the context"
-            )
-    else:
-        yield f"KV         nothing is paged: all {target.layers} layers keep a window or a state alone"
-    yield from _local(target, plan.host if request.in_place else plan.gpus[0])
-    if not request.in_place and target.paged_layers:
-        store, size = request.config.store, plan.gpus[0]["staging_ring"]
-        ring = f"{store.ring_buffers} buffers of {plan.request.segment_tokens:,} tokens"
-        yield f"ring       {size / GIB:.2f} GiB: {ring}"
-    for number, (parts, gpu) in enumerate(zip(plan.gpus, request.hardware.gpus, strict=True)):
-        yield _memory(f"GPU {number}", parts, gpu.memory_bytes)
-    yield _memory("host", plan.host, request.hardware.host.memory_bytes)
-    ms, plain_ms = predicted.ms_per_token, predicted.plain_ms_per_token
-    yield (
-        f"predicted  {ms:.1f} ms a token; {plain_ms / ms:.2f} times as fast as without speculation "
-        f"({plain_ms:.1f})"
-    )
-    yield (
-        f"round      {predicted.round_ms:.1f} ms: pass {predicted.pass_ms:.1f}, draft "
-        f"{predicted.draft_ms:.1f}; {predicted.tokens_per_round:.2f} tokens"
-    )
-    yield f"prefill    {predicted.prefill_ms / 1e3:.1f} s"
-    yield f"bottleneck {predicted.bottleneck}"
-
-
-def _groups(planned: Plan) -> Iterator[str]:
-    """Yields a line on the attention blocks of groups of layers, on one device and on two."""
-    from offload_rt.planning.planner import plan
-
-    if not planned.group_devices:
-        return
-    request = planned.request
-    forms = [plan(request.having("offload.group_devices", devices)) for devices in (1, 2)]
-    told = [
-        f"draft {one.predicted.draft_ms:.1f} ms, {one.ms_per_token:.1f} ms a token"
-        if one.predicted
-        else "does not fit"
-        for one in forms
-    ]
-    names, exchanges = ("one GPU", "two"), "+".join(str(groups.exchanges) for groups in request.groups)
-    yield (
-        f"groups     on {names[planned.group_devices - 1]} as planned; on one: {told[0]}; on two: {told[1]}"
-        f" ({exchanges} exchanges a pass)"
-    )
-
-
-def _local(target: ModelShape, parts: dict[str, int]) -> Iterator[str]:
-    """Yields lines on what layers without paged KV keep on the processor that computes."""
-    kinds = target.kinds
-    if kinds.windowed:
-        windows = sorted({kinds.kinds[layer].window or 0 for layer in kinds.windowed})
-        last = " or ".join(f"{window:,}" for window in windows)
-        size, layers = parts["sliding_windows"] / GIB, len(kinds.windowed)
-        yield f"windows    {size:.2f} GiB: the last {last} tokens in {layers} layers, and slack"
-    if kinds.recurrent:
-        size, copies = parts["recurrent_states"] / GIB, parts["recurrent_states"] // target.state_bytes
-        yield f"states     {size:.2f} GiB: {copies} copies, in {len(kinds.recurrent)} layers"
-
-
-def _memory(where: str, parts: dict[str, int], available: int) -> str:
-    """Returns a line on the memory of one place: the sum and its two largest parts."""
-    from offload_rt.planning.placement import largest
-
-    return f"{where:10} {sum(parts.values()) / GIB:.2f} of {available / GIB:.2f} GiB: {largest(parts, 2)}"

@@ -21,6 +21,7 @@ BUILT_IN_TOKENS = 32768
 """Tokens of the built-in prompt that are kept without --max-prompt-tokens."""
 TOKENS = "--prompt-tokens"
 UNITS = {"k": 2**10, "m": 2**20}
+DECIMAL_UNITS = {"k": 1000, "m": 1000**2}
 """Tokens per unit of a token count, by its letter."""
 
 
@@ -59,16 +60,25 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def token_count(text: str) -> int:
+class TokenCount(int):
+    """A number of tokens, with the decimal reading of its unit: 1M is 1,048,576 tokens, or 1,000,000."""
+
+    decimal: int
+
+
+def token_count(text: str) -> TokenCount:
     """An argument type: a number of tokens, as 100000, 100,000, 1e5, 96k (96 × 1,024) or 1M (1,024²)."""
     match = re.fullmatch(
         r"([0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,18}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([km]?)", text.lower()
     )
-    count = float(match[1].replace(",", "")) * UNITS.get(match[2], 1) if match else 0.0
+    number, unit = (float(match[1].replace(",", "")), match[2]) if match else (0.0, "")
+    count = number * UNITS.get(unit, 1)
     if count < 1 or count != int(count):
         wrong = f"{reprlib.repr(text)} is not a number of tokens, like 100000, 96k or 1M"
         raise argparse.ArgumentTypeError(wrong)
-    return int(count)
+    tokens = TokenCount(count)
+    tokens.decimal = int(number * DECIMAL_UNITS.get(unit, 1))
+    return tokens
 
 
 def read(arguments: argparse.Namespace, console: Console) -> str | list[int]:

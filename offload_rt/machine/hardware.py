@@ -22,27 +22,66 @@ ATTENTION_SHARES = ((1, 0.7), (8, 0.7), (16, 0.43))
 ATTENTION_QUERIES = 16
 
 LAUNCH_MS = 0.3
+SLOT_RATE = 25.0  # GB/s of page-locked copies over 16 lanes of PCIe 4.0
 NO_GPU = "none"
 MOST_GPUS = 64
 """More take a plan minutes, and no machine has as many."""
 
+
+@dataclass(frozen=True)
+class Card:
+    """Published figures of a GPU."""
+
+    mib: int  # of its memory, as the driver reports it
+    memory_rate: int  # GB/s
+    compute_rate: int  # TFLOP/s of dense bfloat16 products accumulated in float32
+    generation: int  # of PCIe
+    lanes: int = 16
+
+    @property
+    def link_rate(self) -> float:
+        """GB/s of page-locked copies in a slot of PCIe 4.0, which desktops have, or of its own older one."""
+        return SLOT_RATE * self.lanes / 16 * 2.0 ** min(0, self.generation - 4)
+
+
 KNOWN_GPUS = {
-    "rtx3060": (12_288, 360, 25),
-    "rtx3090": (24_576, 936, 71),
-    "rtx4060ti-16": (16_380, 288, 44),
-    "rtx4070ti": (12_282, 504, 80),
-    "rtx4080": (16_376, 717, 97),
-    "rtx4090": (24_564, 1008, 165),
-    "rtx5080": (16_303, 960, 113),
-    "rtx5090": (32_607, 1792, 209),
-    "l40": (46_068, 864, 181),
-    "a100-40": (40_960, 1555, 312),
-    "a100-80": (81_920, 2039, 312),
-    "h100": (81_559, 3350, 989),
-    "h200": (143_771, 4800, 989),
+    "rtx3060": Card(12_288, 360, 25, 4),
+    "rtx3070": Card(8_192, 448, 41, 4),
+    "rtx3080": Card(10_240, 760, 60, 4),
+    "rtx3080-12": Card(12_288, 912, 61, 4),
+    "rtx3090": Card(24_576, 936, 71, 4),
+    "rtx3090ti": Card(24_564, 1008, 80, 4),
+    "rtx4060ti-8": Card(8_188, 288, 44, 4, lanes=8),
+    "rtx4060ti-16": Card(16_380, 288, 44, 4, lanes=8),
+    "rtx4070": Card(12_282, 504, 58, 4),
+    "rtx4070super": Card(12_282, 504, 71, 4),
+    "rtx4070ti": Card(12_282, 504, 80, 4),
+    "rtx4070tisuper": Card(16_376, 672, 88, 4),
+    "rtx4080": Card(16_376, 717, 97, 4),
+    "rtx4080super": Card(16_376, 736, 104, 4),
+    "rtx4090": Card(24_564, 1008, 165, 4),
+    "rtx5060ti-8": Card(8_151, 448, 47, 5, lanes=8),
+    "rtx5060ti-16": Card(16_311, 448, 47, 5, lanes=8),
+    "rtx5070": Card(12_227, 672, 62, 5),
+    "rtx5070ti": Card(16_303, 896, 88, 5),
+    "rtx5080": Card(16_303, 960, 113, 5),
+    "rtx5090": Card(32_607, 1792, 209, 5),
+    "rtxa6000": Card(49_140, 768, 155, 4),
+    "rtx6000ada": Card(49_140, 960, 364, 4),
+    "rtxpro6000": Card(97_887, 1792, 504, 5),
+    "l4": Card(23_034, 300, 121, 4),
+    "l40": Card(46_068, 864, 181, 4),
+    "l40s": Card(46_068, 864, 362, 4),
+    "a100-40": Card(40_960, 1555, 312, 4),
+    "a100-80": Card(81_920, 2039, 312, 4),
+    "h100": Card(81_559, 3350, 989, 5),
+    "h200": Card(143_771, 4800, 989, 5),
 }
-"""Memory in MiB as the driver reports it; from data sheets, its rate in GB/s, and the TFLOP/s of dense
-bfloat16 products accumulated in float32."""
+"""GPUs by name, with figures of NVIDIA's data sheets and of its architecture papers for GA102, AD102 and
+Blackwell. GeForce cards accumulate in float32 at half the rate of other cards: two operations for each of
+their float32 operations."""
+_ADDED = re.compile("nvidia|geforce|quadro|tesla|blackwell|workstation|edition|generation|gb|[^a-z0-9]")
+"""Parts of a card's name that a name of `KNOWN_GPUS` leaves out."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +171,7 @@ def named_hardware(
     gpu: str,
     gpus: int = 1,
     *,
-    link: float = 25.0,
+    link: float | None = None,
     dram: float = 70.0,
     ram: float = 96.0,
     cpu_attention: float | None = None,
@@ -142,7 +181,8 @@ def named_hardware(
 
     Args:
         gpu: a name from `KNOWN_GPUS`, in any usual spelling ("4090", "RTX 4090"), or "none".
-        link: GB/s of page-locked copies between the host and each GPU, in each direction.
+        link: GB/s of page-locked copies between the host and each GPU, in each direction; None: 25, or as
+            few as the card's lanes allow.
         dram: GB/s at which the CPU reads its memory.
         ram: GiB of host memory.
         cpu_attention: GB/s of KV that the CPU attends at up to 16 queries a key head; None: 0.7 of `dram` at
@@ -179,19 +219,22 @@ def named_hardware(
     return Hardware(host, devices, measured=False)
 
 
-def _named_gpu(gpu: str, link: float, vram: float | None) -> Gpu:
+def _named_gpu(gpu: str, link: float | None, vram: float | None) -> Gpu:
     """Returns a known GPU by its name; see `named_hardware`."""
-    written = re.sub("nvidia|geforce|tesla|gb|[^a-z0-9]", "", gpu.lower())
-    name = next((name for name in KNOWN_GPUS if name.replace("-", "") in (written, f"rtx{written}")), None)
+    written = _ADDED.sub("", gpu.lower())
+    spellings = {name.replace("-", ""): name for name in KNOWN_GPUS}
+    spellings |= {f"{one}{round(KNOWN_GPUS[name].mib / 1024)}": name for one, name in spellings.items()}
+    name = spellings.get(written) or spellings.get(f"rtx{written}")
     if name is None:
         raise UsageError(f"--gpu {gpu}: is not known; use one of {', '.join(KNOWN_GPUS)} or {NO_GPU}")
-    mib, memory_rate, compute_rate = KNOWN_GPUS[name]
+    card = KNOWN_GPUS[name]
+    rate = card.link_rate if link is None else link
     return Gpu(
         name=name,
-        memory_bytes=int(vram * GIB) if vram is not None else mib * 2**20,
-        memory_rate=MEMORY_SHARE * memory_rate,
-        compute_rate=COMPUTE_SHARE * compute_rate,
-        to_device_rate=link,
-        to_host_rate=link,
+        memory_bytes=int(vram * GIB) if vram is not None else card.mib * 2**20,
+        memory_rate=MEMORY_SHARE * card.memory_rate,
+        compute_rate=COMPUTE_SHARE * card.compute_rate,
+        to_device_rate=rate,
+        to_host_rate=rate,
         launch_ms=LAUNCH_MS,
     )

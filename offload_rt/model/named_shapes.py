@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 from offload_rt.errors import UsageError
 from offload_rt.model.checkpoint_config import model_config
@@ -199,8 +201,19 @@ _VARIANT = re.compile(r"meta|instruct|chat|base|hf|it|2501|2506|2512")
 """Parts of a checkpoint's name that say nothing of its shape."""
 
 
+def names() -> Iterator[str]:
+    """Yields the names of `SHAPES`, and those of the embedded pair."""
+    yield from (*SHAPES, *DEMO_PARTS)
+
+
 def known_name(name: str) -> str | None:
-    """Returns the name in `SHAPES` of a checkpoint such as Llama-3.1-8B-Instruct, or None."""
+    """Returns the name in `SHAPES` of a checkpoint such as Llama-3.1-8B-Instruct, or None.
+
+    A hub ID is known by what follows its owner; a folder is not.
+    """
+    if Path(name).exists() or name.count("/") > 1 or name.startswith((".", "~", "/")):
+        return SHAPES[name].name if name in SHAPES else None
+    name = name.rpartition("/")[2]
 
     def plain(name: str) -> str:
         parts = re.split(r"[-_ ]", name.lower())
@@ -217,7 +230,8 @@ def find_shape(
 ) -> ModelShape:
     """Returns the shape of a model by a name from `SHAPES` or `DEMO_PARTS`, or from a folder or a hub ID.
 
-    Reads no weights. A checkpoint's name without its owner, such as Llama-3.1-8B-Instruct, is a name too.
+    Reads no weights. A checkpoint's name, with or without its owner, such as Llama-3.1-8B-Instruct, is a name
+    too: the hub is not asked for it, and its config is read only if the hub's cache holds it.
 
     Args:
         dtype: of weights and KV; None: the checkpoint's own.
@@ -230,9 +244,12 @@ def find_shape(
     name = str(source)
     if name in DEMO_PARTS:
         return from_config(model_config(model_source(name), rope), dtype, name, quantize)
-    if name not in SHAPES and ("/" in name or Path(name).exists()):
-        return from_config(model_config(source, rope), dtype, name, quantize)
     known = known_name(name)
+    if name not in SHAPES and ("/" in name or Path(name).exists()):
+        config = try_to_load_from_cache(name, "config.json") if known is not None else None
+        if known is None or isinstance(config, str):
+            folder = Path(config).parent if isinstance(config, str) else source
+            return from_config(model_config(folder, rope), dtype, name, quantize)
     if known is None:
         raise UsageError(
             f"model {name}: there is no such folder, and no shape of that name; there are "

@@ -81,7 +81,7 @@ def predictions(
     Args:
         request: as it was made.
         fitting: with the retrieval budget that fits.
-        plain_ms: ms a token without speculation.
+        plain_ms: ms per token without speculation.
     """
     for key in ("store.segment_bytes", "prefill.chunk", "retrieval.rest", "retrieval.budget"):
         asked, given = request.config.value(key), fitting.config.value(key)
@@ -131,6 +131,6 @@ def predictions(
         )
     if best.ms_per_token > plain_ms:
         yield (
-            f"speculation does not pay here: {best.ms_per_token:.1f} ms a token against {plain_ms:.1f} "
+            f"speculation does not pay here: {best.ms_per_token:.1f} ms per token against {plain_ms:.1f} "
             "without it"
         )

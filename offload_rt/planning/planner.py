@@ -10,15 +10,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from math import inf
+from math import ceil, inf
 
 import torch
 
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.levels.base import Memory
+from offload_rt.machine.hardware import GIB
+from offload_rt.model.quantization import NF4, Quantization
 from offload_rt.planning import assumptions
 from offload_rt.planning.placement import (
+    RESERVE_SHARE,
     Placement,
     PlanRequest,
     gpu_memory,
@@ -35,8 +38,10 @@ BUDGETS = tuple(2**power for power in range(10, 17))
 DRAFT_BITS = 8
 """Bits of retrieved entries on a GPU, which decodes them for nothing. On the demo pair and two books, 8 bits
 lose at most 0.001 of acceptance, and 4 bits no less than half as many entries in 8 do."""
+QUANTIZE = f"--quantize {NF4}"
+"""The flag that takes the least memory for weights."""
 NOTHING_FITS = (
-    "no shorter context, more GPUs or smaller numbers fit either: take a smaller model or quantised weights"
+    "no shorter context, quantised weights, more GPUs or smaller numbers fit either: take a smaller model"
 )
 
 
@@ -71,7 +76,7 @@ class Plan:
 
     @property
     def ms_per_token(self) -> float:
-        """Predicted ms a token; infinite where it does not fit."""
+        """Predicted ms per token; infinite where it does not fit."""
         return self.predicted.ms_per_token if self.predicted else inf
 
     @property
@@ -143,15 +148,36 @@ class Plan:
 
 def plan(request: PlanRequest) -> Plan:
     """Returns the fastest placement that fits, or why there is none and what comes nearest."""
-    ways = [request]
-    for key, values in _choices(request):
-        ways = [way.having(key, value) for way in ways for value in values]
+    return ranked([request])[0]
+
+
+def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
+    """Returns plans of several compositions, the fastest first; those that do not fit come last.
+
+    Where none fits, there is one plan: it says why, and which change of any of them comes nearest.
+    """
+    asked = list(requests)
+    plans = sorted(map(_fastest, asked), key=lambda one: one.ms_per_token)
+    return plans if plans[0].fits else [_refused(asked)]
+
+
+def _fastest(request: PlanRequest) -> Plan:
+    """Returns the fastest placement of one composition, or the memory that is too small."""
+    ways = _ways(request)
     predictors = {way: Predictor(fitting) for way in ways if (fitting := _fitting(way))}
     if not predictors:
-        return _refused(ways[0])
+        return _unplanned(ways[0], str(shortage(ways[0])))
     rounds = {way: _best_round(predictor) for way, predictor in predictors.items()}
     chosen = min(rounds, key=lambda way: rounds[way].ms_per_token)
     return _planned(chosen, predictors[chosen], rounds[chosen])
+
+
+def _ways(request: PlanRequest) -> list[PlanRequest]:
+    """Returns the request with each value of the keys that its config leaves to the planner."""
+    ways = [request]
+    for key, values in _choices(request):
+        ways = [way.having(key, value) for way in ways for value in values]
+    return ways
 
 
 def _choices(request: PlanRequest) -> Iterator[tuple[str, Sequence[object]]]:
@@ -169,17 +195,15 @@ def _choices(request: PlanRequest) -> Iterator[tuple[str, Sequence[object]]]:
         yield "offload.group_devices", [1, 2]
 
 
-def _refused(request: PlanRequest) -> Plan:
-    """Returns why a request does not fit, and what comes nearest."""
+def _unplanned(request: PlanRequest, refusal: str) -> Plan:
     placement = request.placement(0, request.context if request.in_place else 0)
-    refusal = f"{shortage(request)}; {_remedies(request)}"
     return Plan(request, placement, 0, refusal, None, tuple(assumptions.machine(request)))
 
 
 def _planned(request: PlanRequest, predictor: Predictor, best: RoundTime) -> Plan:
     """Returns the plan for a request, of whose sizes those of `predictor` fit, with its best round."""
     fitting = predictor.request
-    plain = replace(fitting.having("speculation.levels", ()), given_remote_mlps=fitting.remote_mlps)
+    plain = _fitting(request.having("speculation.levels", ())) or fitting.having("speculation.levels", ())
     predicted = Prediction(
         pass_ms=best.verification.ms,
         draft_ms=best.draft.ms,
@@ -202,37 +226,26 @@ def with_budget(request: PlanRequest) -> PlanRequest:
     return request.having("retrieval.budget", plan(request).request.config.retrieval.budget)
 
 
-def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
-    """Returns plans of several compositions, the fastest first; those that do not fit come last."""
-    return sorted(map(plan, requests), key=lambda one: one.ms_per_token)
-
-
 def longest(requests: Sequence[PlanRequest]) -> Plan:
     """Returns the fastest plan for the longest prompt, up to that of `requests`, that one of them fits.
 
     Where none fits, it is the plan of a page, which says why.
     """
-    whole, page = requests[0].context, requests[0].config.store.page
-
-    def at(tokens: int) -> list[PlanRequest]:
-        return [replace(one, context=min(tokens, whole)) for one in requests]
-
-    tokens = whole
-    if not any(map(_fitting, requests)):
-        tokens = page * max(1, _most((whole - 1) // page, lambda n: any(map(_fitting, at(n * page)))))
-    return ranked(at(tokens))[0]
+    whole = requests[0].context
+    tokens = whole if _any_fits(requests) else _longest_tokens(requests) or requests[0].config.store.page
+    return ranked(_shortened(requests, min(tokens, whole)))[0]
 
 
 def comparison(plans: Sequence[Plan]) -> str:
-    """Returns the config that was chosen of `ranked` plans, and the predicted ms a token of the others."""
+    """Returns the config that was chosen of `ranked` plans, and the predicted ms per token of the others."""
     first, *others = (
         f"{one.request.config.name} {one.predicted.ms_per_token:.1f}" for one in plans if one.predicted
     )
-    return f"{first} ms a token, as predicted" + (f" ({', '.join(others)})" if others else "")
+    return f"{first} ms per token, as predicted" + (f" ({', '.join(others)})" if others else "")
 
 
 def _best_round(predictor: Predictor) -> RoundTime:
-    """Returns the round with the least time a token, of all drafts."""
+    """Returns the round with the least time per token, of all drafts."""
     rounds = (_shortest_round(predictor, drafted) for drafted in predictor.request.drafts)
     return min(rounds, key=lambda one: one.ms_per_token)
 
@@ -307,22 +320,34 @@ def _largest_budget(request: PlanRequest) -> int:
     return budgets[found - 1] if found else 0
 
 
-def _remedies(request: PlanRequest) -> str:
-    """Returns the change that makes a request fit and costs the user least, and the longest context."""
-    change = _change(request)
-    remedies = [f"what fits: {change}"] if change else []
-    page = request.config.store.page
-    if pages := _most((request.context - 1) // page, lambda n: _fitting(replace(request, context=n * page))):
-        remedies.append(f"the longest context that fits is {pages * page} tokens")
-    gpus = request.hardware.gpus
-    twice = replace(request, hardware=replace(request.hardware, gpus=2 * gpus))
-    if not remedies and len(gpus) == 1 and _fitting(twice):
+def _refused(requests: Sequence[PlanRequest]) -> Plan:
+    """Returns why none of several compositions fits, by the one that needs least, and what comes nearest."""
+    plainest = min(requests, key=lambda one: len(one.levels))
+    way = _ways(plainest)[0]
+    return _unplanned(way, f"{shortage(way)}; {_remedies(requests, way)}")
+
+
+def _remedies(requests: Sequence[PlanRequest], plainest: PlanRequest) -> str:
+    """Returns the change that makes a request fit and costs the user least, and the longest contexts."""
+    flags = _flags(requests, plainest)
+    change = _size(plainest) or next((flag for flag, changed in flags.items() if _any_fits(changed)), None)
+    most, remedies = _longest_tokens(requests), [f"what fits: {change}"] if change else []
+    if change is None and flags:
+        reach = {flag: _longest_tokens(changed) for flag, changed in flags.items()}
+        flag = max(reach, key=lambda flag: reach[flag])
+        if reach[flag] > most:
+            remedies.append(f"with {flag} up to {reach[flag]} tokens fit")
+    if most:
+        remedies.append(f"the longest context that fits is {most} tokens")
+    gpus = plainest.hardware.gpus
+    twice = [replace(one, hardware=replace(one.hardware, gpus=2 * gpus)) for one in requests]
+    if not remedies and len(gpus) == 1 and _any_fits(twice):
         remedies = ["what fits: 2 such GPUs"]
-    return "; ".join(remedies) or NOTHING_FITS
+    return "; ".join([*_experts(plainest), *remedies]) or NOTHING_FITS
 
 
-def _change(request: PlanRequest) -> str | None:
-    """Returns the flag that makes the request fit at its context; None where none does."""
+def _size(request: PlanRequest) -> str | None:
+    """Returns the smaller size that makes a request fit at its context; None where none does."""
     if request.given_resident:
         page = request.config.store.page
         resident = request.capacities[0] // page * page  # a capacity for all of the context is no whole pages
@@ -331,12 +356,62 @@ def _change(request: PlanRequest) -> str | None:
             return f"--set offload.resident_tokens={resident}"
     if budget := _largest_budget(request):
         return f"--set retrieval.budget={budget}"
-    if request.target.dtype == torch.float32:
-        target = replace(request.target, dtype=torch.bfloat16)
-        draft = request.draft and replace(request.draft, dtype=torch.bfloat16)
-        if _fitting(replace(request, target=target, draft=draft)):
-            return "--dtype bfloat16"
     return None
+
+
+def _flags(requests: Sequence[PlanRequest], plainest: PlanRequest) -> dict[str, list[PlanRequest]]:
+    """Returns flags that save memory, those that cost least first, with the requests that they change."""
+    flags = dict[str, list[PlanRequest]]()
+    if plainest.target.dtype == torch.float32:
+        flags["--dtype bfloat16"] = [_in_bfloat16(one) for one in requests]
+    plain = [plainest.having("speculation.levels", ())] if plainest.levels else []
+    if plain:
+        flags["--config plain"] = plain
+    if plainest.target.quantization is None:
+        flags[QUANTIZE] = list(map(_quantized, requests))
+        if plain:
+            flags[f"--config plain {QUANTIZE}"] = list(map(_quantized, plain))
+    return flags
+
+
+def _in_bfloat16(request: PlanRequest) -> PlanRequest:
+    draft = request.draft and replace(request.draft, dtype=torch.bfloat16)
+    return replace(request, target=replace(request.target, dtype=torch.bfloat16), draft=draft)
+
+
+def _quantized(request: PlanRequest) -> PlanRequest:
+    """Returns the request with the target's weights in the smallest format."""
+    return replace(request, target=request.target.with_weights(Quantization.named(NF4)))
+
+
+def _experts(request: PlanRequest) -> Iterator[str]:
+    """Yields what quantising does not change: experts that stay as they are, and the memory they need."""
+    target = request.target
+    if target.quantization is None or target.quantization.experts or not target.expert_parameters:
+        return
+    experts = target.layers * target.expert_parameters * target.dtype.itemsize / GIB
+    memory = host_memory(request) if request.in_place else gpu_memory(request, 0)
+    needed = ceil((sum(memory.values()) - memory["reserve"]) / (1 - RESERVE_SHARE) / GIB)
+    yield (
+        f"{target.quantization.name} leaves the experts in {str(target.dtype).removeprefix('torch.')},"
+        f" {experts:.1f} GiB: this needs {'a host' if request.in_place else 'a GPU'} of {needed} GiB, or a"
+        " checkpoint with quantized experts (MXFP4, as gpt-oss)"
+    )
+
+
+def _any_fits(requests: Iterable[PlanRequest]) -> bool:
+    return any(_fitting(way) for one in requests for way in _ways(one))
+
+
+def _shortened(requests: Iterable[PlanRequest], tokens: int) -> list[PlanRequest]:
+    return [replace(one, context=tokens) for one in requests]
+
+
+def _longest_tokens(requests: Sequence[PlanRequest]) -> int:
+    """Returns the longest prompt below that of the requests that one of them fits, in whole pages; or 0."""
+    page = requests[0].config.store.page
+    pages = (requests[0].context - 1) // page
+    return page * _most(pages, lambda count: _any_fits(_shortened(requests, count * page)))
 
 
 def _most(limit: int, fits: Callable[[int], object]) -> int:
