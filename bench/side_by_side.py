@@ -280,7 +280,7 @@ def _name_of(record: Row) -> str:
 
 
 def _times(records: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """ms a token by system and point."""
+    """ms per token by system and point."""
     found: dict[str, dict[str, float]] = {}
     for record in records:
         for row in (one for one in record["rows"] if "error" not in one):
@@ -289,7 +289,7 @@ def _times(records: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def _overview(records: Sequence[Row]) -> str:
-    """A table of ms a token by system and point, where there are several points."""
+    """A table of ms per token by system and point, where there are several points."""
     points = [_name_of(record) for record in records]
     if len(points) < 2:
         return ""
@@ -324,7 +324,7 @@ def _cells(row: Row, record: Row, rows: Sequence[Row]) -> Row:
     share = record["bound_ms"] / yielded / taken if yielded and taken else None
     return {
         "system": said([row["label"], *row["notes"]]),
-        "ms a token": taken,
+        "ms per token": taken,
         "least": spread["min"],
         "most": spread["max"],
         **ratios,
@@ -340,7 +340,7 @@ def _cells(row: Row, record: Row, rows: Sequence[Row]) -> Row:
 def _round_cells(row: Row, record: Row) -> Row:
     """A system whose rounds were looked into; a peer has none."""
     found = row.get("rounds", {})
-    times = {"ms a token": found.get("ms_per_token", row["ms_per_token"]["median"])}
+    times = {"ms per token": found.get("ms_per_token", row["ms_per_token"]["median"])}
     told = {name: found.get(key) for name, key in ROUND_COLUMNS.items()}
     system = said([row["label"], *row["notes"]])
     return {"system": system} | times | told | {"tokens": _agreement(row, record["batch"])}

@@ -233,7 +233,7 @@ class SpeculationController:
             self._fall_back()
 
     def _loses(self) -> bool:
-        """Returns whether judged rounds, the slowest left out, took longer a token than plain ones."""
+        """Returns whether judged rounds, the slowest left out, took longer per token than plain ones."""
         quicker = sorted(self._judged)[: len(self._judged) - len(self._judged) // 4]
         plain = median(self._plain_ms) if self._clock else self._prices.pass_ms(self._length, CHAIN)
         return fmean(quicker) > MARGIN * plain * fmean(self._yields)

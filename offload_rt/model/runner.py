@@ -133,7 +133,7 @@ class CausalModel:
 
     def kv_layout(self, page_size: int = 1) -> KVLayout:
         """Returns the layout of the KV of its full-attention layers, in pages of `page_size` tokens."""
-        if not self.kinds.full:  # one value a token, by which the store counts them
+        if not self.kinds.full:  # one value per token, by which the store counts them
             return KVLayout(1, 1, 1, self.dtype, page_size)
         return KVLayout(len(self.kinds.full), self.kv_heads, self.head_dim, self.dtype, page_size)
 
