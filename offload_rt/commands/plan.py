@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     from offload_rt.levels.base import needs_draft_model, possible
     from offload_rt.model.loading import choose_dtype
     from offload_rt.planning.placement import PlanRequest
-    from offload_rt.planning.planner import ranked
+    from offload_rt.planning.planner import ranked, unquantized_experts
 
     target, tokens, stretched = _target(arguments)
     context, new_tokens = _sizes(tokens, arguments.new_tokens)
@@ -148,6 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     planned, notes = plans[0], list[str]()
     if target.quantization is not None and target.quantization.notice:
         notes.append(target.quantization.notice)
+    notes += unquantized_experts(planned.request)
     if target.ignored and context > DUAL_CHUNK_TOKENS:
         notes.append(target.ignored)
     notes += filter(None, (stretched, told))
