@@ -13,7 +13,8 @@ from offload_rt.commands.options import add_overrides
 from offload_rt.commands.prompts import BUILT_IN, built_in
 from offload_rt.config import NO_DRAFT
 from offload_rt.documents import read_document
-from offload_rt.model.loading import DEMO, DEVICES, DTYPES, demo_model
+from offload_rt.model.hub import DEMO
+from offload_rt.model.loading import DEVICES, DTYPES, demo_model
 
 Source = str | Path
 """A folder or a hub id, or, as a `Path`, a model of the demo pair."""

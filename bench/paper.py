@@ -33,8 +33,8 @@ from offload_rt.drafting.sequoia import TreePlan
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.levels.base import needs_draft_model
 from offload_rt.levels.sources import DatastoreLevel
+from offload_rt.model.hub import DEMO
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.loading import DEMO
 from offload_rt.toml import load_config
 
 TEMPERATURES = {0.0: 2.31, 0.2: 2.25, 0.4: 2.20, 0.6: 2.19, 0.8: 2.08, 1.0: 2.08, 1.2: 2.02}

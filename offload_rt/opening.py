@@ -19,9 +19,8 @@ from offload_rt.levels.base import needs_draft_model, possible, used_levels
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.hub import DEMO, DEMO_DRAFT
 from offload_rt.model.loading import (
-    DEMO,
-    DEMO_DRAFT,
     DEVICES,
     check_same_tokens,
     checked_config,

@@ -311,7 +311,7 @@ def test_nan_logits_name_the_head() -> None:
 
 def test_a_plan_counts_the_head(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    flags = "plan --model llama2-7b --context 60000 --gpu rtx4090 --json"
+    flags = "plan --model llama2-7b --context 60000 --gpu rtx4090 --verbose --json"
     assert cli.main([*flags.split(), str(out), "--config", "heads"]) == 0
     report = json.loads(out.read_text())
     assert report["memory"]["gpus"][0]["head_weights"] == 2 * 14 * 4096**2

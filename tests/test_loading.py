@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
-from offload_rt.model import checkpoint_config, loading
+from offload_rt.model import hub, loading
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.loading import choose_device, choose_devices, choose_dtype, load_model, load_tokenizer
 from offload_rt.model.rope import Yarn
@@ -335,17 +335,15 @@ def test_without_network_the_hub_is_asked_once(folder: Path, monkeypatch: pytest
         raise OSError("no route")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(checkpoint_config, "get_session", lambda: SimpleNamespace(head=unreachable))
-    monkeypatch.setattr(
-        checkpoint_config, "snapshot_download", lambda *name, local_files_only: fetched(*name)
-    )
+    monkeypatch.setattr(hub, "get_session", lambda: SimpleNamespace(head=unreachable))
+    monkeypatch.setattr(hub, "snapshot_download", lambda *name, local_files_only: fetched(*name))
 
     def fetched(name: str) -> str:
         if name != "owner/in-cache":
             raise OSError("not there")
         return str(folder)
 
-    checkpoint_config._hub_failure.cache_clear()
+    hub._hub_failure.cache_clear()
     try:
         for read in (lambda name: load_model(name, CPU, None), load_tokenizer, model_config):
             with pytest.raises(
@@ -356,7 +354,7 @@ def test_without_network_the_hub_is_asked_once(folder: Path, monkeypatch: pytest
         assert load_model("owner/in-cache", CPU, torch.float32).config.hidden_size == 64
         assert len(asked) == 1
     finally:
-        checkpoint_config._hub_failure.cache_clear()
+        hub._hub_failure.cache_clear()
 
 
 def test_yarn_is_as_if_the_config_said_so(tmp_path: Path) -> None:

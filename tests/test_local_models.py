@@ -58,8 +58,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     letters["a"], letters["b"] = letters["b"], letters["a"]
     tokens.write_text(json.dumps(swapped))
     shards = save(place / "models" / "shards")
+    (shards / "model.safetensors").rename(shards / "model-2.safetensors")
     index = {
-        "weight_map": {"model.norm.weight": "model-1.safetensors", "lm_head.weight": "model.safetensors"}
+        "weight_map": {"model.norm.weight": "model-1.safetensors", "lm_head.weight": "model-2.safetensors"}
     }
     (shards / "model.safetensors.index.json").write_text(json.dumps(index))
     (place / "models" / "nothing" / ".hidden").mkdir(parents=True)

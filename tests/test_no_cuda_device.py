@@ -120,11 +120,16 @@ def test_make_uses_an_existing_environment_as_it_is(tmp_path: Path) -> None:
             line, cwd=tmp_path, capture_output=True, text=True, check=True, env=alone
         ).stdout
 
-    for target, first in (("gpu-quick", "bench gpu --quick"), ("gpu", "no_cuda_device")):
+    for target, first in (
+        ("gpu-quick", "bench gpu --quick"),
+        ("gpu-7b", "--only largest"),
+        ("gpu", "bench gpu"),
+    ):
         lines = planned(target, "BIN=/some/env/bin", "INSTALLED=")
         assert "pip" not in lines and "venv" not in lines
-        assert lines.startswith("/some/env/bin/python ") and first in lines.splitlines()[0]
-    assert lines.index("bench gpu") < lines.index("pytest")
+        assert "/some/env/bin/python " in lines and first in lines
+        assert target == "gpu-7b" or lines.index("bench gpu") < lines.index("pytest")
+    assert "no_cuda_device" in lines.splitlines()[0]
     assert "pip install" in planned("gpu")
 
 

@@ -332,3 +332,9 @@ def test_the_list_names_models_and_cards(capsys: pytest.CaptureFixture[str]) -> 
     assert {*KNOWN_GPUS, *SHAPES} <= set(listed)
     assert listed["rtx4090"] == ["24.0", "1,008", "165", "4.0", "×16"]
     assert listed["llama3.1-8b"] == ["8.03", "B", "15.0", "0.125", "131,072"]
+
+
+def test_a_plan_says_which_experts_stay_as_they_are(run: Run) -> None:
+    flags = "--model qwen3-30b-a3b --context 8k --gpu h100 --config plain"
+    assert "note       nf4 leaves the experts in bfloat16, 54.0 GiB" in run(f"{flags} --quantize nf4")[0]
+    assert "experts" not in run(flags)[0]

@@ -74,7 +74,7 @@ def test_a_spread_model_is_not_captured() -> None:
             place = property(lambda model: CUDA, lambda model, device: None)
             patch.setattr(GraphedModel, "device", place, raising=False)
             patch.setattr("offload_rt.model.cuda_graphs.CudaCapture", made.append)
-            patch.setattr(GraphedModel, "_check_against_its_own_forward", lambda model: None)
+            patch.setattr("offload_rt.model.runner.check_against_own_forward", lambda model: None)
             GraphedModel(model, "tiny", print)
         return bool(made)
 

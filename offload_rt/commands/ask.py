@@ -18,6 +18,7 @@ from offload_rt.commands.options import (
     add_json,
     add_model,
     add_sampling,
+    check_early,
     distribution,
     given_distribution,
 )
@@ -25,7 +26,6 @@ from offload_rt.documents import documents
 from offload_rt.errors import UsageError
 from offload_rt.files import write_json
 from offload_rt.thoughts import ReadableThoughts, Splitter
-from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
@@ -103,7 +103,7 @@ class Chat:
             console.working("read", path)
         text = documents(arguments.files, console.notice, arguments.encoding) if arguments.files else ""
         console.clear()
-        load_configs(arguments.config, dict(arguments.overrides))
+        check_early(arguments)
         if arguments.max_new_tokens is None:
             arguments.max_new_tokens = DEMO_TOKENS if _on_demo(arguments) else ANSWER_TOKENS
         stop, schema = tuple(arguments.stop), arguments.json_schema
@@ -180,7 +180,7 @@ class Chat:
 
 
 def _on_demo(arguments: argparse.Namespace) -> bool:
-    from offload_rt.model.loading import DEMO
+    from offload_rt.model.hub import DEMO
 
     return arguments.model in (None, DEMO)
 

@@ -20,12 +20,12 @@ from offload_rt.commands.options import (
     add_json,
     add_model,
     add_sampling,
+    check_early,
     distribution,
     given_distribution,
 )
 from offload_rt.errors import UsageError, first_line
 from offload_rt.files import write_json
-from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
@@ -100,9 +100,8 @@ def open_llm(arguments: argparse.Namespace, console: Console, sizes: tuple[int, 
 
 def run(arguments: argparse.Namespace) -> int:
     console = Console(arguments.quiet)
-    # Checked before the runtime is imported, which takes seconds. Checking levels imports torch.
     text = prompts.read(arguments, console)
-    load_configs(arguments.config, dict(arguments.overrides))
+    check_early(arguments)
     seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
     others = {"ignore_eos": arguments.ignore_eos, "json_schema": arguments.json_schema}
     params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, **others)

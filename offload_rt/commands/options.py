@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.commands import prompts
-from offload_rt.config import AUTO, RetrievalConfig, SpeculationConfig
+from offload_rt.config import AUTO, NO_DRAFT, RetrievalConfig, SpeculationConfig
 from offload_rt.documents import decode, read_bytes
 from offload_rt.files import check_writable
 from offload_rt.model.rope import Yarn
 from offload_rt.settings import DEVICES, DTYPES, NO_QUANTIZATION, QUANTIZATIONS, SettingDefault
-from offload_rt.toml import config_names, parse_override
+from offload_rt.toml import config_names, load_configs, parse_override
 
 if TYPE_CHECKING:
     from offload_rt.results import SamplingParams
@@ -190,6 +190,21 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     policies = "every, stride:N or acceptance:X (default: the config's)"
     add("--refresh", "retrieval.refresh", f"when to retrieve anew: {policies}", "POLICY")
     add_overrides(group)
+
+
+def check_early(arguments: argparse.Namespace) -> None:
+    """Refuses models and a configuration that do not exist, before the runtime is imported.
+
+    Raises:
+        UsageError: one of them does not exist.
+    """
+    from offload_rt.model.hub import check_exists
+
+    check_exists(arguments.model)
+    if arguments.draft not in (AUTO, NO_DRAFT):
+        check_exists(arguments.draft)
+    # Last, as levels check a config whose values are right, and import torch.
+    load_configs(arguments.config, dict(arguments.overrides))
 
 
 def distribution(arguments: argparse.Namespace, **others: Any) -> SamplingParams:

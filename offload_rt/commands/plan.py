@@ -109,10 +109,11 @@ class ListNames(argparse.Action):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Checked before torch is imported, which takes seconds.
+    # A card is checked before the configs: levels check those too, and import torch, which takes seconds.
     overrides = dict(arguments.overrides) | ({"offload.ahead": 0} if arguments.no_ahead else {})
+    hardware = _hardware(arguments) if arguments.gpu is not None else None
     configs = load_configs(arguments.config, overrides)
-    hardware = _hardware(arguments)
+    hardware = hardware or _hardware(arguments)
 
     from torch import device
 
@@ -120,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     from offload_rt.levels.base import needs_draft_model, possible
     from offload_rt.model.loading import choose_dtype
     from offload_rt.planning.placement import PlanRequest
-    from offload_rt.planning.planner import ranked
+    from offload_rt.planning.planner import ranked, unquantized_experts
 
     target, tokens, stretched = _target(arguments)
     context, new_tokens = _sizes(tokens, arguments.new_tokens)
@@ -147,6 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     planned, notes = plans[0], list[str]()
     if target.quantization is not None and target.quantization.notice:
         notes.append(target.quantization.notice)
+    notes += unquantized_experts(planned.request)
     if target.ignored and context > DUAL_CHUNK_TOKENS:
         notes.append(target.ignored)
     notes += filter(None, (stretched, told))
@@ -201,7 +203,8 @@ def _draft(
     arguments: argparse.Namespace, target: ModelShape, planned: Callable[[ModelShape | None], Plan]
 ) -> tuple[ModelShape | None, str | None]:
     """Returns the shape of the draft that the flags name, and a note where it was chosen by its plan."""
-    from offload_rt.model.loading import DEMO, DEMO_DRAFT, DEMO_PARTS, load_tokenizer, model_source
+    from offload_rt.model.hub import DEMO, DEMO_DRAFT, DEMO_PARTS
+    from offload_rt.model.loading import load_tokenizer, model_source
     from offload_rt.model.local_models import local_drafts
     from offload_rt.model.named_shapes import find_shape
     from offload_rt.planning.local_plans import choose_draft

@@ -15,7 +15,6 @@ from offload_rt.commands.console import Console
 from offload_rt.commands.generate import machine_errors_in_a_line, open_llm
 from offload_rt.errors import UsageError
 from offload_rt.installation import install_extra
-from offload_rt.toml import load_configs
 
 if TYPE_CHECKING:
     from offload_rt.api import LLM
@@ -103,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UsageError(f"serve needs {error.name}: {install_extra('server')}") from None
-    load_configs(arguments.config, dict(arguments.overrides))
+    options.check_early(arguments)
     console = Console(quiet=False)
     with closing(_listening(arguments.host, arguments.port)) as listening:  # before the model is loaded
         size = None if arguments.context is None else (arguments.context - 1, 1)

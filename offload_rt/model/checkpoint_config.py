@@ -1,25 +1,21 @@
-"""Finds a checkpoint, reads its config.json and refuses what no model can be."""
+"""Reads the config.json of a checkpoint and refuses what no model can be."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import transformers
-from huggingface_hub import constants, get_session, snapshot_download
 from transformers import AutoConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from offload_rt.errors import UsageError, briefly, first_line
-from offload_rt.model.gguf_files import refuse_gguf
+from offload_rt.model.hub import check_source, located
 from offload_rt.model.rope import Yarn
 
-HUB_TIMEOUT_S = 5.0
 LARGEST = {
     "num_hidden_layers": 2**10,
     "hidden_size": 2**17,
@@ -60,22 +56,8 @@ def model_config(source: str | Path, rope: Yarn | None = None) -> PretrainedConf
     Raises:
         UsageError: no such folder or model, no config in it, or one that cannot be a model's.
     """
-    name = str(source)
-    if not isinstance(source, str | Path):
-        wrong = "is no folder and no hub ID; LLM.from_models takes loaded models"
-        raise UsageError(f"model {name[:60]!r} {wrong}")
-    folder = Path(source)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            if files := sorted(folder.glob("*.gguf")):
-                refuse_gguf(name, *files)
-            raise UsageError(f"model {name}: there is no config.json in it")
-    elif folder.suffix == ".gguf" and folder.is_file():
-        refuse_gguf(name, folder)
-    elif folder.exists():
-        raise UsageError(f"model {name}: is a file; name the folder that holds config.json and the weights")
-    elif folder.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
-        raise UsageError(f"model {name}: there is no such folder")
+    check_source(source)
+    name, folder = str(source), Path(source)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(located(source), trust_remote_code=False)
     except UsageError:
@@ -98,34 +80,6 @@ def _language_model(config: PretrainedConfig) -> PretrainedConfig:
         if getattr(text, name, None) is None and (value := getattr(config, name, None)) is not None:
             setattr(text, name, value)
     return text
-
-
-def located(source: str | Path) -> str | Path:
-    """Returns what transformers should load: without network, the folder in the hub's cache.
-
-    The hub is asked once, as transformers and its client retry for half a minute.
-
-    Raises:
-        UsageError: the hub cannot be reached, and the model is not in its cache.
-    """
-    if Path(source).exists() or constants.HF_HUB_OFFLINE or (failure := _hub_failure()) is None:
-        return source
-    with suppress(Exception):
-        return snapshot_download(str(source), local_files_only=True)
-    raise UsageError(
-        f"model {source}: there is no such folder here, and no model of that ID can be had: the hub cannot be"
-        f" reached ({failure}), and its cache does not hold the model; give the folder that does"
-    )
-
-
-@cache
-def _hub_failure() -> str | None:
-    """Returns why the hub cannot be reached; None where it answers, whatever it says."""
-    try:
-        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
-    except Exception as error:
-        return first_line(error)
-    return None
 
 
 def _why_unreadable(folder: Path, error: Exception) -> str:

@@ -27,8 +27,9 @@ from offload_rt.errors import UsageError, first_line
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB
 from offload_rt.model.architecture import EMBEDDINGS, FINAL_NORMS
-from offload_rt.model.checkpoint_config import located, model_config
+from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.generation import load_generation_config
+from offload_rt.model.hub import DEMO, DEMO_PARTS, located
 from offload_rt.model.processor_template import processor_template
 from offload_rt.model.quantization import Quantization, check_sizes, move_scales, stored_bytes
 from offload_rt.model.remote_mlp import place_mlps
@@ -37,10 +38,6 @@ from offload_rt.native import load_kernel
 from offload_rt.settings import NO_QUANTIZATION
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "pair"
-DEMO = "demo"
-DEMO_DRAFT = "demo-draft"
-DEMO_PARTS = {DEMO: "target", DEMO_DRAFT: "draft"}
-"""The embedded models by name, each with its part of the pair."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
 _CUDA_DEVICE = re.compile(r"cuda:(\d+)")

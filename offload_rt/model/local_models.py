@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.checkpoint_config import model_config
+from offload_rt.model.hub import DEMO_PARTS
 from offload_rt.model.loading import (
-    DEMO_PARTS,
     check_same_tokens,
     checked_config,
     demo_model,

@@ -12,8 +12,9 @@ from huggingface_hub import try_to_load_from_cache
 
 from offload_rt.errors import UsageError
 from offload_rt.model.checkpoint_config import model_config
+from offload_rt.model.hub import DEMO_PARTS
 from offload_rt.model.layer_kinds import LayerKind, LayerKinds
-from offload_rt.model.loading import DEMO_PARTS, model_source
+from offload_rt.model.loading import model_source
 from offload_rt.model.quantization import Quantization, packed_mxfp4
 from offload_rt.model.recurrence import Recurrence
 from offload_rt.model.rope import Yarn

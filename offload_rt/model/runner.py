@@ -104,6 +104,7 @@ class CausalModel:
         try:
             with torch.inference_mode(), missing_kernels() as self.missing_kernels:
                 check_against_own_forward(self)
+            self._long_context = None  # that of the check was copied from a runner which is not complete
             if self.device.type == "cpu":
                 self._use_native_layers()
         except BaseException:

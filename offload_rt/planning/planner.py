@@ -343,7 +343,7 @@ def _remedies(requests: Sequence[PlanRequest], plainest: PlanRequest) -> str:
     twice = [replace(one, hardware=replace(one.hardware, gpus=2 * gpus)) for one in requests]
     if not remedies and len(gpus) == 1 and _any_fits(twice):
         remedies = ["what fits: 2 such GPUs"]
-    return "; ".join([*_experts(plainest), *remedies]) or NOTHING_FITS
+    return "; ".join([*unquantized_experts(plainest), *remedies]) or NOTHING_FITS
 
 
 def _size(request: PlanRequest) -> str | None:
@@ -384,7 +384,7 @@ def _quantized(request: PlanRequest) -> PlanRequest:
     return replace(request, target=request.target.with_weights(Quantization.named(NF4)))
 
 
-def _experts(request: PlanRequest) -> Iterator[str]:
+def unquantized_experts(request: PlanRequest) -> Iterator[str]:
     """Yields what quantising does not change: experts that stay as they are, and the memory they need."""
     target = request.target
     if target.quantization is None or target.quantization.experts or not target.expert_parameters:
