@@ -482,6 +482,9 @@ def test_named_machines() -> None:
     for written in ("4090", "RTX-4090", "RTX 4090", "NVIDIA GeForce RTX 4090"):
         assert named_hardware(written) == hardware
     assert named_hardware("RTX 4060 Ti 16 GB") == named_hardware("rtx4060ti-16")
+    for written in ("NVIDIA GeForce RTX 5060 Ti", "5060ti", "rtx4060ti", "A100"):
+        with pytest.raises(UsageError, match="several sizes; use (rtx5060ti-8 or|rtx4060ti-8 or|a100-40 or)"):
+            named_hardware(written)
     (card,) = hardware.gpus
     assert card.memory_bytes == 24_564 * 2**20 and card.memory_rate == pytest.approx(0.9 * 1008)
     assert (card.to_device_rate, hardware.host.memory_rate, hardware.host.memory_bytes) == (25, 70, 92 * GIB)

@@ -47,10 +47,13 @@ class Card:
 KNOWN_GPUS = {
     "rtx3060": Card(12_288, 360, 25, 4),
     "rtx3070": Card(8_192, 448, 41, 4),
+    "rtx3070ti": Card(8_192, 608, 43, 4),
     "rtx3080": Card(10_240, 760, 60, 4),
     "rtx3080-12": Card(12_288, 912, 61, 4),
+    "rtx3080ti": Card(12_288, 912, 68, 4),
     "rtx3090": Card(24_576, 936, 71, 4),
     "rtx3090ti": Card(24_564, 1008, 80, 4),
+    "rtx4060": Card(8_188, 272, 30, 4, lanes=8),
     "rtx4060ti-8": Card(8_188, 288, 44, 4, lanes=8),
     "rtx4060ti-16": Card(16_380, 288, 44, 4, lanes=8),
     "rtx4070": Card(12_282, 504, 58, 4),
@@ -60,15 +63,18 @@ KNOWN_GPUS = {
     "rtx4080": Card(16_376, 717, 97, 4),
     "rtx4080super": Card(16_376, 736, 104, 4),
     "rtx4090": Card(24_564, 1008, 165, 4),
+    "rtx5060": Card(8_151, 448, 38, 5, lanes=8),
     "rtx5060ti-8": Card(8_151, 448, 47, 5, lanes=8),
     "rtx5060ti-16": Card(16_311, 448, 47, 5, lanes=8),
     "rtx5070": Card(12_227, 672, 62, 5),
     "rtx5070ti": Card(16_303, 896, 88, 5),
     "rtx5080": Card(16_303, 960, 113, 5),
     "rtx5090": Card(32_607, 1792, 209, 5),
+    "rtxa5000": Card(24_564, 768, 111, 4),
     "rtxa6000": Card(49_140, 768, 155, 4),
     "rtx6000ada": Card(49_140, 960, 364, 4),
     "rtxpro6000": Card(97_887, 1792, 504, 5),
+    "a10": Card(23_028, 600, 125, 4),
     "l4": Card(23_034, 300, 121, 4),
     "l40": Card(46_068, 864, 181, 4),
     "l40s": Card(46_068, 864, 362, 4),
@@ -225,6 +231,9 @@ def _named_gpu(gpu: str, link: float | None, vram: float | None) -> Gpu:
     spellings = {name.replace("-", ""): name for name in KNOWN_GPUS}
     spellings |= {f"{one}{round(KNOWN_GPUS[name].mib / 1024)}": name for one, name in spellings.items()}
     name = spellings.get(written) or spellings.get(f"rtx{written}")
+    sizes = [one for one in KNOWN_GPUS if one.startswith((f"rtx{written}-", f"{written}-"))]
+    if name is None and sizes:
+        raise UsageError(f"--gpu {gpu}: there are cards of several sizes; use {' or '.join(sizes)}")
     if name is None:
         raise UsageError(f"--gpu {gpu}: is not known; use one of {', '.join(KNOWN_GPUS)} or {NO_GPU}")
     card = KNOWN_GPUS[name]
