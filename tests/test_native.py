@@ -544,6 +544,24 @@ def test_two_processes_build_once(unbuilt: Path) -> None:
     assert [*unbuilt.iterdir()] == [path]
 
 
+def test_a_compiler_that_outlives_its_builder_is_waited_for(unbuilt: Path) -> None:
+    """It would write to the output of the next build, which could take a digest of what is not whole."""
+    folder, path = unbuilt.parent, unbuilt / "one.so"
+    compiler = slow_compiler(folder, 1.0)
+    real = os.environ.get("CXX") or shutil.which("g++")
+    log = f"{folder}/log"
+    compiler.write_text(f'#!/bin/sh\necho build >> {log}; sleep 1; {real} "$@"; echo end >> {log}\n')
+    command = [sys.executable, building.__file__, str(compiler), str(path), "-shared", str(native.SOURCE)]
+    killed = subprocess.Popen(command)
+    until = time.monotonic() + 20
+    while not (folder / "log").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    killed.kill()
+    killed.wait()
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0 and building.intact(path)
+    assert (folder / "log").read_text().split() == ["build", "end", "build", "end"]
+
+
 def test_structures_of_another_size_are_noticed(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler here")

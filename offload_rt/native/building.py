@@ -66,11 +66,13 @@ def build_here(compiler: str, path: Path, arguments: list[str]) -> int:
     """Builds a library at `path`, unless another process does so meanwhile; returns the compiler's status."""
     remove_abandoned(path.parent)
     lock, built = beside(path, LOCK), beside(path, BUILT)
-    with _locked(lock):
+    with _locked(lock) as locked:
         try:
             if intact(path):
                 return 0
-            status = subprocess.run([compiler, *arguments, "-o", str(built)], check=False).returncode
+            command = [compiler, *arguments, "-o", str(built)]
+            # The compiler inherits the lock: it may outlive this process, and still write then.
+            status = subprocess.run(command, check=False, pass_fds=(locked.fileno(),)).returncode
             if status == 0:
                 with built.open("ab") as library:
                     library.write(hashlib.sha256(built.read_bytes()).digest())
