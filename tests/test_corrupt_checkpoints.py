@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offload_rt import LLM, SamplingParams, UsageError
-from offload_rt.model.loading import checked_config, demo_model
+from offload_rt.model.loading import checked_config, demo_model, load_tokenizer
 from offload_rt.toml import load_config
 
 LONG, HUGE = "9" * 5000, 10**5000
@@ -48,6 +48,17 @@ def test_a_window_that_is_no_number(folder: Path, value: object) -> None:
         checked_config(folder)
 
 
+@pytest.mark.parametrize("value", ["x", 3, [3]])
+def test_other_types_than_files_have(folder: Path, value: object) -> None:
+    edit(folder / "config.json", lambda config: config.update(text_config=value))
+    with pytest.raises(UsageError, match="text_config"):
+        checked_config(folder)
+    edit(folder / "config.json", lambda config: config.pop("text_config"))
+    edit(folder / "tokenizer_config.json", lambda config: config.update(model_max_length=[value]))
+    with pytest.raises(UsageError, match="model_max_length|tokenizer cannot be read"):
+        load_tokenizer(folder)
+
+
 FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 
 
@@ -63,6 +74,11 @@ FOUR_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
         ({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": "x"}, "cannot be read"),
         ({"quant_method": "compressed-tensors", "config_groups": 3}, "cannot be read"),
         ({"quant_method": "gptq", "bits": "x"}, "cannot be read"),
+        (FOUR_BITS | {"llm_int8_skip_modules": [3]}, "llm_int8_skip_modules is no list of names"),
+        (
+            {"quant_method": "gptq", "modules_to_not_convert": [3]},
+            "modules_to_not_convert is no list of names",
+        ),
         ({"quant_method": "nope"}, "nope"),
     ],
 )

@@ -64,6 +64,9 @@ def model_config(source: str | Path, rope: Yarn | None = None) -> PretrainedConf
         raise
     except Exception as error:  # transformers raises many types for one thing
         raise UsageError(f"model {name}: {_why_unreadable(folder, error)}") from error
+    stated = getattr(config, "text_config", None)
+    if stated is not None and not isinstance(stated, PretrainedConfig | dict):
+        raise UsageError(f"model {name}: config.json has text_config = {briefly(stated)}, which is no object")
     config = _language_model(config)
     _check_plausible(config, name)
     if rope is not None:

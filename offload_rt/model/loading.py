@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from offload_rt.errors import UsageError, first_line
+from offload_rt.errors import UsageError, briefly, first_line
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB
 from offload_rt.model.architecture import EMBEDDINGS, FINAL_NORMS
@@ -152,6 +152,9 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
     except Exception as error:  # transformers raises many types for one thing
         wrong = f"its tokenizer cannot be read ({first_line(error)}); download it again"
         raise UsageError(f"model {source}: {wrong}") from error
+    if not isinstance(most := tokenizer.model_max_length, int | float):
+        wrong = f"tokenizer_config.json has model_max_length = {briefly(most)}, which is no number"
+        raise UsageError(f"model {source}: {wrong}; download it again")
     if not tokenizer.chat_template:
         tokenizer.chat_template = processor_template(located(source))
     return tokenizer

@@ -222,6 +222,8 @@ def _four_bits(nested: bool) -> float:
 def _skipped(stated: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Returns the modules that a config leaves alone; the head where it names none."""
     named = stated.get(key)
+    if named is not None and not (isinstance(named, list | tuple) and all(type(one) is str for one in named)):
+        raise ValueError(f"{key} is no list of names")
     return ("lm_head",) if named is None else tuple(named)
 
 
@@ -248,7 +250,7 @@ def _read_bitsandbytes(stated: Mapping[str, Any]) -> Quantization:
 def _read_grouped(method: str, stated: Mapping[str, Any]) -> Quantization:
     """GPTQ and AWQ: a group of weights shares a scale of 16 bits and a zero point."""
     bits, group = int(stated.get("bits", 4)), int(stated.get("group_size", 128))
-    skipped = tuple(stated.get("modules_to_not_convert") or ())
+    skipped = _skipped(stated, "modules_to_not_convert") if stated.get("modules_to_not_convert") else ()
     skipped += () if stated.get("lm_head") else ("lm_head",)
     return Quantization(method, method, bits + ((16 + bits) / group if group > 0 else 0.0), skipped)
 
