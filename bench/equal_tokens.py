@@ -15,6 +15,7 @@ from bench.results import Row
 from bench.study import Part, Study
 from offload_rt.api import LLM
 from offload_rt.results import SamplingParams
+from offload_rt.text import common_beginning
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def greedy(study: Continued) -> Iterator[Row]:
                     for system in ("plain", config):
                         found = context.generate((), params, config=system).tokens
                         context.rewind(len(prompt))
-                        equal = common(wanted, found)
+                        equal = common_beginning(wanted, found)
                         row[f"{system} equal"] = equal
                         differ = equal < len(wanted)
                         row[f"{system} gap"] = gap(study, [*prompt, *wanted[:equal]]) if differ else ""
@@ -87,12 +88,6 @@ def gap(study: Continued, tokens: Sequence[int]) -> float:
         logits = study.target(torch.tensor([tokens], device=study.device), use_cache=False).logits[0, -1]
     first, second = logits.topk(2).values.tolist()
     return float(first - second)
-
-
-def common(wanted: Sequence[int], found: Sequence[int]) -> int:
-    """Number of tokens before the first that differs."""
-    pairs = enumerate(zip(wanted, found, strict=True))
-    return next((at for at, (one, other) in pairs if one != other), len(wanted))
 
 
 STUDY = Study(

@@ -53,6 +53,9 @@ class Sizes:
     streamed: int = 131_072
     largest: int = 129_792
     largest_shape: str = "llama2-7b"
+    largest_config: Mapping[str, object] = field(
+        default_factory=lambda: {"retrieval.budget": 16_384, "speculation.gamma2": 23}
+    )
     new_tokens: int = 48
     steps: int = 20
     repeats: int = 5
@@ -205,7 +208,7 @@ def exact(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[
     return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
 
 
-def largest_error(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
-    """Largest error of output or log-sum-exp, over the largest entry."""
+def largest_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """Largest error of output, log-sum-exp or mass, over the largest entry."""
     pairs = zip(found, wanted, strict=True)
     return float(torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs]).max())

@@ -116,9 +116,7 @@ def planned(given: Given) -> Iterator[Row]:
 def largest(given: Given) -> Iterator[Row]:
     """Decodes after 127K tokens of Llama-2-7B, the tightest plan: fails where memory is exhausted."""
     device, sizes = given.device, given.sizes
-    config = {**sizes.config, "offload.refresh_from": "store"}
-    if sizes.largest_shape == "llama2-7b":
-        config |= {"retrieval.budget": 16_384, "speculation.gamma2": 23}
+    config = {**sizes.config, "offload.refresh_from": "store", **sizes.largest_config}
     seven = Given(device, replace(sizes, shape=sizes.largest_shape, config=config))
     with opened(seven, sizes.largest, {}) as text:
         yield told(text, seven)

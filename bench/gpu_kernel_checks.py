@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.cases import ON_CUDA
-from bench.gpu_checks import ALLOWED_ERROR, HEAD_DIM, MIB, Given
+from bench.gpu_checks import ALLOWED_ERROR, HEAD_DIM, MIB, Given, exact, largest_error
 from bench.random_models import random_model, random_prompt
 from bench.recorded_text import RecordedText
 from bench.results import Row
@@ -28,6 +28,7 @@ from offload_rt.attention.quantized import QuantizedKV
 from offload_rt.caches.selection import choose_of_layers
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.page_codec import machine_codec
+from offload_rt.text import common_beginning
 from offload_rt.toml import load_config
 
 SHAPES = {"llama2-7b": (32, 32), "llama3.1-8b": (32, 8)}
@@ -58,11 +59,6 @@ def milliseconds(given: Given, work: Callable[[], object], launches: int = 20) -
         ended.synchronize()
         spent.append(began.elapsed_time(ended) / launches)
     return max(median(spent), 1e-6)  # of the clock of an emulated device
-
-
-def off(found: Tensor, wanted: Tensor) -> float:
-    """Largest error over the largest entry."""
-    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
 
 
 @torch.inference_mode()
@@ -103,15 +99,16 @@ def _attention_and_mass(given: Given, heads: int, kv_heads: int, count: int) -> 
     pair = triton_operators.combine_with_mass_(mass, *parts, out, lse, queries, keys, lse, scale, *every)
     worst = 0.0
     for head in range(0, kv_heads, max(1, kv_heads // 4)):  # float64, a few heads at a time
-        text_keys, text_values = (head_major(side)[head].double() for side in (keys, values))
-        all_keys = torch.cat([text_keys, keys[0, head].double()])
-        scores = queries[head].double() @ all_keys.T * scale
-        wanted = scores.softmax(-1) @ torch.cat([text_values, values[0, head].double()])
-        asked = operators.sampled_rows(queries, *every)[head].double() @ text_keys.T * scale
+        text = [head_major(side)[head] for side in (keys, values)]
+        both_keys, both_values = (
+            torch.cat([part, side[0, head]])[None] for part, side in zip(text, (keys, values), strict=True)
+        )
+        wanted = exact(queries[head : head + 1], both_keys, both_values, scale)
+        asked = operators.sampled_rows(queries, *every)[head].double() @ text[0].double().T * scale
         shift = operators.sampled_rows(lse, *every)[head].double()[:, None]
         wanted_mass = (asked - shift).exp().unflatten(-1, (-1, CHUNK)).sum(-1)
-        worst = max(worst, off(pair[0][head], wanted), off(pair[1][head], scores.logsumexp(-1)))
-        worst = max(worst, off(mass[head], wanted_mass))
+        found = (*(one[head : head + 1] for one in pair), mass[head])
+        worst = max(worst, largest_error(found, (*wanted, wanted_mass)))
     ms = milliseconds(given, lambda: backend.parts(queries, keys, values, scale, None))
     return worst, both.nbytes / ms / 1e6
 
@@ -132,8 +129,9 @@ def _quantized(given: Given, heads: int, kv_heads: int, bits: int) -> tuple[floa
         return triton_operators.combine(*merged)
 
     wanted = operators.combine(*operators.attend_quantized(queries, *layer, seen, HEAD_DIM**-0.5))
-    worst = max(off(one, other) for one, other in zip(attend(), wanted, strict=True))
-    return worst, sum(tensor.nbytes for tensor in layer) / milliseconds(given, attend) / 1e6
+    return largest_error(attend(), wanted), sum(tensor.nbytes for tensor in layer) / milliseconds(
+        given, attend
+    ) / 1e6
 
 
 @torch.inference_mode()
@@ -284,8 +282,7 @@ def equal_tokens(given: Given) -> Iterator[Row]:
                 found[f"{name}, {system}"] = result.tokens
     base = found["resident, plain"]
     for name, tokens in found.items():
-        pairs = enumerate(zip(base, tokens, strict=True))
-        equal = next((at for at, (one, other) in pairs if one != other), len(base))
+        equal = common_beginning(base, tokens)
         yield {f"{name}": equal}
         if equal < min(FEWEST_EQUAL, len(base)):
             yield {"failed": f"{name}: token {equal} differs from plain decoding over resident KV"}

@@ -69,8 +69,8 @@ class ChunkMeans:
 
     def truncate(self, length: int) -> None:
         """Drops the means of chunks that are no longer full at ``length`` tokens."""
-        full = length // self.chunk_size
-        self._counts = [min(count, full) for count in self._counts]
+        for layer in range(len(self._counts)):
+            self.cut(layer, length)
 
     def _storage(self, chunks: int) -> Tensor:
         shape = (self._sides, self.layout.kv_heads, chunks, self.layout.head_dim)

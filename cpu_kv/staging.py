@@ -68,8 +68,9 @@ class StagingRing:
 
     def release_all(self) -> None:
         """Returns all slots to the ring, whoever has them. No compute may be enqueued that reads them."""
+        free = self._link.record_event()
         for slot in self._slots:
-            slot.free = self._link.record_event()
+            slot.free = free
         self._idle = deque(self._slots)
 
     def segments(self, start: int, end: int, packed: bool) -> Iterator[tuple[int, int]]:

@@ -166,12 +166,7 @@ class SequenceKV:
         Raises ValueError if shape or dtype differs from the layout's, MemoryError if memory is short.
         """
         self._check(layer)
-        count, start = self.layout.tokens_in(keys, values), self._lengths[layer]
-        self._grow(start + count, slab_pages=self._store._slab_pages)
-        places = self._span(layer, start, start + count, write=True)
-        for place, piece in cut_alike(places, keys.detach(), values.detach()):
-            place.copy_(piece)
-        self._advance((layer,), start, count)
+        self._append((layer,), self._lengths[layer], [(keys, values)])
 
     def append_layers(self, kv: Tensor) -> None:
         """Appends keys and values ``[layers, 2, kv_heads, n, head_dim]`` to all layers, or to none.
@@ -180,12 +175,15 @@ class SequenceKV:
         ValueError and MemoryError as ``append``.
         """
         self._check()
-        count, start = self.layout.tokens_in(kv[0, 0], kv[0, 1]), self.length
+        self._append(range(self.layout.layers), self.length, [(keys, values) for keys, values in kv])
+
+    def _append(self, layers: Sequence[int], start: int, kv: Sequence[KeysValues]) -> None:
+        """Writes keys and values of these layers behind their first ``start`` tokens, and counts them."""
+        count = self.layout.tokens_in(*kv[0])
         self._grow(start + count, slab_pages=self._store._slab_pages)
-        layers = range(self.layout.layers)
-        for layer in layers:
+        for layer, (keys, values) in zip(layers, kv, strict=True):
             places = self._span(layer, start, start + count, write=True)
-            for place, piece in cut_alike(places, *kv[layer].detach()):
+            for place, piece in cut_alike(places, keys.detach(), values.detach()):
                 place.copy_(piece)
         self._advance(layers, start, count)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from offload_rt.drafting.shapes import MOST_NODES, DraftShape
-from offload_rt.errors import UsageError
+from offload_rt.errors import UsageError, briefly
 
 LONGEST_MATCH = 64
 """Most tokens of a sequence's end that a look-up compares; a datastore's suffixes are sorted by so many."""
@@ -360,8 +360,8 @@ def shown(value: object) -> str:
     """Returns `value` as it would be written in TOML, where that is simple."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int) and value.bit_length() > 63:  # Python refuses to write very long ones
-        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, int):
+        return briefly(value)
     return repr(list(value) if isinstance(value, tuple) else value)
 
 

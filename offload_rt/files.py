@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from offload_rt.errors import UsageError
 
@@ -72,7 +72,7 @@ def synced(path: Path) -> Iterator[BinaryIO]:
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
-        with _locked(partial) as file:
+        with locked(partial, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -87,10 +87,14 @@ def synced(path: Path) -> Iterator[BinaryIO]:
         os.close(folder)
 
 
-def _locked(path: Path) -> BinaryIO:
-    """Opens a new file, and locks it where the file system can."""
+def locked(path: Path, mode: Literal["xb", "ab"]) -> BinaryIO:
+    """Opens a file and locks it where the file system can; waits as long as another process has locked it.
+
+    Args:
+        mode: `xb`: it must be new; `ab`: it need not be.
+    """
     while True:
-        file = path.open("xb")
+        file = path.open(mode)
         try:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)

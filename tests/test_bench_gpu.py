@@ -57,6 +57,7 @@ TINY = dataclasses.replace(
     pages=8,
     largest=200,
     largest_shape="tiny",
+    largest_config={},
     ring_pages=6,
     quantized_entries=256,
     chunks=300,

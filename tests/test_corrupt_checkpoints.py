@@ -12,6 +12,7 @@ import pytest
 
 from offload_rt import LLM, SamplingParams, UsageError
 from offload_rt.model.loading import checked_config, demo_model, load_tokenizer
+from offload_rt.model.local_models import LocalModel
 from offload_rt.toml import load_config
 
 LONG, HUGE = "9" * 5000, 10**5000
@@ -105,6 +106,15 @@ def test_what_lies_beside_the_weights_is_not_read(folder: Path, name: str) -> No
     (folder / "model.safetensors").write_text(POINTER)
     with pytest.raises(UsageError, match=r"model\.safetensors is truncated or corrupt"):
         checked_config(folder)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "", ".."], ids=["null", "long", "empty", "folder"])
+def test_an_index_of_what_no_file_is_called(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UsageError, match="files of weights are missing|is no file"):
+        checked_config(folder)
+    assert LocalModel("it", folder).weight_bytes >= 0
 
 
 def test_a_tokenizer_that_lacks_its_own_token(folder: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from bench import equal_tokens
 from bench.__main__ import main
+from offload_rt.text import common_beginning
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
@@ -41,4 +42,4 @@ def test_where_tokens_differ_the_gap_is_told(tmp_path: Path, monkeypatch: pytest
 
 
 def test_common() -> None:
-    assert [equal_tokens.common([1, 2], found) for found in ([1, 2], [1, 3], [2, 2])] == [2, 1, 0]
+    assert [common_beginning([1, 2], found) for found in ([1, 2], [1, 3], [2, 2])] == [2, 1, 0]

@@ -223,15 +223,8 @@ class GpuAttention(RemoteAttention):
         return unpacked(data, [(result.shape, result.dtype) for result in results])
 
     def abandon(self) -> None:
-        def close() -> None:
-            while self._passes:
-                # The newest pass first: otherwise it would be sent the room that the older one frees.
-                *_, stream = self._passes.pop()
-                if stream.exception() is None:
-                    stream.result().close()
-
-        if self._passes:
-            self._submit(close).result()
+        self._passes.clear()
+        self._submit(self.engine.abandon).result()
 
     def finish_compute(self) -> None:
         self._submit(self.engine.finish_compute).result()

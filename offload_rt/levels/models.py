@@ -284,16 +284,16 @@ class RetrievedLevel(ModelLevel):
     def memory(self, sizes: Sizes) -> Memory:
         target, tokens = sizes.target, sizes.context + sizes.new_tokens
         memory = {"retrieved_caches": self._cache_here(sizes)}
-        if self.config.retrieval.select != "mean_keys":
-            chunks = tokens // self.config.retrieval.chunk
-            memory["scores"] = AttentionScores.nbytes(target.layout(1), target.heads, chunks)
-            if not sizes.in_place:
-                count = self.config.retrieval.budget // self.config.retrieval.chunk
-                memory["scores"] += choosing_bytes(target.paged_layers, target.kv_heads, chunks, count)
-        if not sizes.in_place:
-            layer_bytes = self.config.retrieval.budget * target.layout(1).layer_token_bytes
-            memory["gathering"] = gathering_bytes(layer_bytes)
-        return memory
+        retrieval, layout = self.config.retrieval, target.layout(1)
+        scored = retrieval.select != "mean_keys"
+        chunks, count = tokens // retrieval.chunk, retrieval.budget // retrieval.chunk
+        if scored:
+            memory["scores"] = AttentionScores.nbytes(layout, target.heads, chunks)
+        if sizes.in_place:
+            return memory
+        if scored:
+            memory["scores"] += choosing_bytes(target.paged_layers, target.kv_heads, chunks, count)
+        return memory | {"gathering": gathering_bytes(retrieval.budget * layout.layer_token_bytes)}
 
     def cache_bytes(self, sizes: Sizes) -> int:
         target, layout = sizes.target, sizes.target.layout(1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from offload_rt.errors import UsageError, first_line
-from offload_rt.files import write_whole
+from offload_rt.files import locked, write_whole
 from offload_rt.machine import inventory, measuring
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB, NO_GPU, SYSTEM_BYTES, Gpu, Hardware, Host, named_hardware
@@ -85,14 +84,9 @@ def inspect(refresh: bool = False, on_progress: OnProgress | None = None) -> Rep
 @contextmanager
 def _measuring_alone() -> Iterator[None]:
     """Waits until no other process of the user measures, where the cache folder can be written to."""
-    try:
-        lock = (cache_folder() / "measuring.lock").open("ab")
-    except OSError:
-        yield
-        return
-    with lock:
-        with suppress(OSError):  # some file systems cannot
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        with suppress(OSError):
+            held.enter_context(locked(cache_folder() / "measuring.lock", "ab"))
         yield
 
 

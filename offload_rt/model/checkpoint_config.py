@@ -34,6 +34,8 @@ LARGEST = {
 """Largest plausible sizes, several times those of any published model. Building a larger one takes hours."""
 _OF_THE_CHECKPOINT = ("quantization_config", "dtype")
 """Settings that a multimodal model's config has beside that of its language model."""
+UNCHECKED = ("sliding_window",)
+"""Those of them whose type transformers does not check."""
 NEVER_ZERO = (
     "num_hidden_layers",
     "hidden_size",
@@ -115,8 +117,8 @@ def _absurd(sizes: Mapping[str, object]) -> str | None:
     """Returns which number of a config no model has; None: all are plausible."""
     for key, most in LARGEST.items():
         value, least = sizes.get(key), int(key in NEVER_ZERO)
-        if key != "sliding_window" and not isinstance(value, int):
-            continue  # transformers has checked what it asks for
+        if key not in UNCHECKED and not isinstance(value, int):
+            continue  # transformers has checked it, and some architectures have a list
         if value is not None and not (isinstance(value, int) and least <= value <= most):
             return f"config.json has {key} = {briefly(value)}; a model has {least} to {most}"
     return None

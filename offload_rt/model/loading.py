@@ -398,14 +398,15 @@ def _check_weights(folder: Path, quantized: bool) -> None:
             f"model {folder}: there are no weights in it (model.safetensors, or shards that"
             " model.safetensors.index.json names)"
         )
-    if missing := [file.name for file in files if not file.exists()]:
+    if missing := [file.name for file in files if not os.path.exists(file)]:  # its name may be no file's
         raise UsageError(
             f"model {folder}: {len(missing)} of {len(files)} files of weights are missing, the first is"
             f" {missing[0]}; download it again"
         )
+    for file in files:
+        if not file.is_file():  # opening a pipe would wait in native code
+            raise UsageError(f"model {folder}: {file.name} is no file; download it again")
     for shard in (file for file in files if file.suffix == ".safetensors"):
-        if shard.exists() and not shard.is_file():  # opening a pipe would wait in native code
-            raise UsageError(f"model {folder}: {shard.name} is no file; download it again")
         try:
             with safetensors.safe_open(shard, framework="pt") as opened:
                 names = [name for name in opened.keys() if _BODY.match(name)]  # noqa: SIM118

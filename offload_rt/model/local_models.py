@@ -48,7 +48,7 @@ class LocalModel:
     @cached_property
     def weight_bytes(self) -> int:
         """Size of its weight files."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # an index may name what no file is called
             return sum(file.stat().st_size for file in weight_files(self.folder))
         return 0
 
