@@ -24,7 +24,8 @@ from offload_rt.attention.backends import choose_backend, cpu_share_backend, unf
 from offload_rt.attention.mass import summed_mass
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.resident import ResidentTier
-from offload_rt.caches.tiers import GpuTier, OnSegment, Results, Tier
+from offload_rt.caches.sizes import GpuTier
+from offload_rt.caches.tiers import OnSegment, Results, Tier
 from offload_rt.timeline import NO_TIMELINE, Timeline
 
 T = TypeVar("T")
@@ -223,8 +224,15 @@ class GpuAttention(RemoteAttention):
         return unpacked(data, [(result.shape, result.dtype) for result in results])
 
     def abandon(self) -> None:
-        self._passes.clear()
-        self._submit(self.engine.abandon).result()
+        def close() -> None:
+            while self._passes:
+                # The newest pass first: otherwise it would be sent the room that the older one frees.
+                *_, stream = self._passes.pop()
+                if stream.exception() is None:
+                    stream.result().close()
+
+        if self._passes:
+            self._submit(close).result()
 
     def finish_compute(self) -> None:
         self._submit(self.engine.finish_compute).result()
