@@ -20,7 +20,7 @@ from bench.random_models import SHAPES, random_model, random_prompt
 from bench.recorded_text import RecordedText
 from bench.results import Row
 from bench.rounds import Recorded, busy, figures, length, on_lane
-from cpu_kv import CudaLink, Event
+from cpu_kv import CudaLink, ElementType, Event
 from cpu_kv.mapped import PeerCopies
 from cpu_kv.streams import device_streams
 from offload_rt.attention.backends import choose_backend
@@ -31,10 +31,10 @@ from offload_rt.host import to_host
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.measuring import seconds
+from offload_rt.model.config_shapes import from_config
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
-from offload_rt.model.shape import from_config
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
 from offload_rt.toml import load_config
@@ -66,7 +66,7 @@ def opened(given: Given, context: int, keys: Mapping[str, object]) -> Iterator[O
     config, captures = load_config("retrieval", {**sizes.config, **keys}), list[str]()
     target = GraphedModel(random_model(sizes.shape, device, torch.bfloat16), sizes.shape, captures.append)
     hardware = usable_hardware(device, target.weight_bytes)
-    shape = from_config(target.module.config, target.dtype, sizes.shape)
+    shape = from_config(target.module.config, ElementType.of(target.dtype), sizes.shape)
     request = PlanRequest(shape, None, config, context, ROOM, hardware)  # as the engine makes it
     with closing(RecordedText(target, None, CudaLink(device), config, context + ROOM)) as text:
         torch.cuda.reset_peak_memory_stats(device)

@@ -24,10 +24,10 @@ from bench import machine
 from bench.cases import IN_PLACE, Named
 from bench.results import RESULTS, Row, envelope, read_lines, table
 from bench.rounds import RATIO, alike, worst
-from cpu_kv import KVLayout, PagedKVStore
+from cpu_kv import ElementType, KVLayout, PagedKVStore
 from offload_rt.attention.backends import choose_backend
 from offload_rt.attention.sums import AttentionSum
-from offload_rt.caches.tiers import GpuTier
+from offload_rt.caches.sizes import GpuTier
 from offload_rt.config import StoreConfig
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
@@ -36,8 +36,8 @@ from offload_rt.levels.base import Cost
 from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.measuring import CPU, compute_rate, seconds
-from offload_rt.model.layer_kinds import LayerKind, LayerKinds
-from offload_rt.model.recurrence import Recurrence
+from offload_rt.model.layer_kinds import LayerKind, LayerKinds, Recurrence
+from offload_rt.model.loading import DTYPES
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.planner import with_budget
@@ -119,17 +119,14 @@ def attention_rates(shape: ModelShape, context: int, queries: Sequence[int]) -> 
     The KV of all layers counts as one layer's, so that the processor cannot cache it.
     """
     tokens, heads, dim = shape.layers * context, shape.kv_heads, shape.head_dim
-    keys, values = torch.randn(2, heads, tokens, dim, generator=torch.Generator().manual_seed(0)).to(
-        shape.dtype
-    )
+    dtype = DTYPES[str(shape.dtype)]
+    keys, values = torch.randn(2, heads, tokens, dim, generator=torch.Generator().manual_seed(0)).to(dtype)
     backend, rates = choose_backend(CPU), list[AttentionRate]()
-    with closing(
-        PagedKVStore(KVLayout(1, heads, dim, shape.dtype, StoreConfig.page), slab_tokens=tokens)
-    ) as store:
+    with closing(PagedKVStore(KVLayout(1, heads, dim, dtype, StoreConfig.page), slab_tokens=tokens)) as store:
         sequence = store.new_sequence()
         sequence.append(0, keys, values)
         for count in queries:
-            asked = torch.randn(heads, count, dim).to(shape.dtype)
+            asked = torch.randn(heads, count, dim).to(dtype)
 
             def attend(asked: Tensor = asked) -> Tensor:
                 total = AttentionSum(backend, asked, heads, dim**-0.5)
@@ -145,11 +142,11 @@ def attention_rates(shape: ModelShape, context: int, queries: Sequence[int]) -> 
 
 def _values(shape: ModelShape) -> Row:
     """A shape as JSON values, without paths of the machine."""
-    return asdict(shape) | {"name": Path(shape.name).name, "dtype": str(shape.dtype).removeprefix("torch.")}
+    return asdict(shape) | {"name": Path(shape.name).name, "dtype": str(shape.dtype)}
 
 
 def _shape(values: Row) -> ModelShape:
-    given = values | {"dtype": getattr(torch, values["dtype"])}
+    given = values | {"dtype": ElementType(values["dtype"])}
     if "kinds" in values:  # older records are of models with full attention alone
         given["kinds"] = LayerKinds(tuple(LayerKind(**kind) for kind in values["kinds"]["kinds"]))
         given["recurrence"] = values["recurrence"] and Recurrence(**values["recurrence"])

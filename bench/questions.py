@@ -20,6 +20,7 @@ from bench import arguments as args
 from bench.continued import Continued
 from bench.results import Row
 from bench.study import Part, Study
+from cpu_kv.sizes import dtype_name
 from offload_rt.api import LLM
 from offload_rt.context import Context
 from offload_rt.results import SamplingParams
@@ -140,7 +141,7 @@ def sizes_on_disk(study: Continued) -> Iterator[Row]:
                 size, packing, unpacking = _compressed(data)
             values = raw.numel() // width
             yield {
-                "dtype": str(dtype).removeprefix("torch."),
+                "dtype": dtype_name(dtype),
                 "form": name,
                 "bytes_per_token": size / (length - 1),
                 "bits": 8 * size / values,

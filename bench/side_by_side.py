@@ -30,6 +30,7 @@ from bench.cases import (
 from bench.results import PICTURE, Results, Row, cell, said, table
 from bench.runner import Job
 from bench.systems import Setup
+from cpu_kv import ElementType
 from offload_rt.errors import UsageError
 from offload_rt.machine.memory import cache_folder
 from offload_rt.model.loading import check_same_tokens, choose_device, load_tokenizer
@@ -129,8 +130,8 @@ class _Points:
         model, draft = _folder(sources[0], kind, work), sources[1] and _folder(sources[1], kind, work)
         if draft:
             check_same_tokens(load_tokenizer(model), str(model), load_tokenizer(draft), str(draft))
-        self._shape = find_shape(model, kind)
-        self._draft_shape = find_shape(draft, kind) if draft else None
+        self._shape = find_shape(model, ElementType(dtype))
+        self._draft_shape = find_shape(draft, ElementType(dtype)) if draft else None
         self._plain = Named("ours", "plain").config(case.options)
         texts, self._tokens = self._read_tokens(model, arguments)
         self._setup = Setup(

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench import arguments as args
 from bench.arguments import say
-from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
+from cpu_kv import CpuLink, CudaLink, ElementType, Link, PagedKVStore
+from cpu_kv.sizes import dtype_name
 from offload_rt.attention.backends import choose_backend
 from offload_rt.config import Config
 from offload_rt.drafting.verifier import Sampling, Verifier
@@ -22,10 +23,10 @@ from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import NO_GPU, named_hardware
 from offload_rt.model.checkpoint_config import model_config
+from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.loading import choose_device, choose_dtype, load_model, load_tokenizer
 from offload_rt.model.passes import PassOutput
 from offload_rt.model.runner import CausalModel
-from offload_rt.model.shape import shape_of
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.sampling import GeneratorDraws, Sampler
 from offload_rt.text import encode
@@ -47,7 +48,7 @@ def sequence_over(target: CausalModel, config: Config, tokens: int, room: int = 
     with closing(link), closing(PagedKVStore(target.kv_layout(config.store.page), pin=on_gpu)) as store:
         shared = Shared(target, None, store, link, choose_backend(device))
         runner = target.for_length(tokens, room)
-        shape = shape_of(target.module, target.dtype, target.name)
+        shape = shape_of(target.module, ElementType.of(target.dtype), target.name)
         request = PlanRequest(shape, None, config, max(1, tokens), room, named_hardware(NO_GPU))
         with closing(TokenSequence(shared, request, runner, tokens + room + 1)) as sequence:
             yield sequence
@@ -123,7 +124,7 @@ class Texts:
 
     @property
     def settings(self) -> dict[str, Any]:
-        dtype = str(self.target.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.target.dtype)
         overrides = {key: str(value) for key, value in self.arguments.overrides}
         return {"model": self.name, "dtype": dtype, "texts": list(self.books), "overrides": overrides}
 

@@ -1,21 +1,26 @@
 """Paged KV cache in CPU memory, and the copies between it and a GPU; independent of models and drafts."""
 
-from cpu_kv.chunks import ChunkMeans
-from cpu_kv.cuda_link import CudaLink
-from cpu_kv.layout import KeysValues, KVLayout, cut_alike, head_major, part_of, parts_of_pages
-from cpu_kv.link import CopyFailed, CpuLink, Event, Link
-from cpu_kv.paced_link import PacedLink
-from cpu_kv.pinned import PageLocking, SlabAllocator
-from cpu_kv.store import PagedKVStore, SequenceKV
-from cpu_kv.transfer import LayerStream, PendingCopy, TransferCounters, TransferEngine
+TYPE_CHECKING = False  # true to type checkers
+if TYPE_CHECKING:
+    from cpu_kv.chunks import ChunkMeans
+    from cpu_kv.cuda_link import CudaLink
+    from cpu_kv.layout import KeysValues, KVLayout, cut_alike, head_major, part_of, parts_of_pages
+    from cpu_kv.link import CopyFailed, CpuLink, Event, Link
+    from cpu_kv.paced_link import PacedLink
+    from cpu_kv.pinned import PageLocking, SlabAllocator
+    from cpu_kv.sizes import ElementType, KVSizes
+    from cpu_kv.store import PagedKVStore, SequenceKV
+    from cpu_kv.transfer import LayerStream, PendingCopy, TransferCounters, TransferEngine
 
 __all__ = [
     "ChunkMeans",
     "CopyFailed",
     "CpuLink",
     "CudaLink",
+    "ElementType",
     "Event",
     "KVLayout",
+    "KVSizes",
     "KeysValues",
     "LayerStream",
     "Link",
@@ -32,3 +37,17 @@ __all__ = [
     "part_of",
     "parts_of_pages",
 ]
+
+_MODULES = ("sizes", "layout", "link", "chunks", "cuda_link", "paced_link", "pinned", "store", "transfer")
+
+
+def __getattr__(name: str) -> object:
+    """Imports what is first used: sizes need no torch, which takes a second to import."""
+    if name in __all__:
+        import importlib
+
+        for module in _MODULES:
+            found = importlib.import_module(f"cpu_kv.{module}")
+            if name in vars(found):
+                return vars(found)[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Shape and size of a KV cache in memory. All byte counts of this package are computed here."""
+"""The layout of a KV cache in memory, and views of its parts."""
 
 from __future__ import annotations
 
@@ -9,107 +9,27 @@ import torch
 from torch import Tensor
 
 from cpu_kv.packed import PackedShape
+from cpu_kv.sizes import KVSizes
 
 KeysValues = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class KVLayout:
-    """Layers, heads, element type and page size of the KV of one model.
+class KVLayout(KVSizes):
+    """The sizes of the KV of one model, with the dtype and the shapes of its tensors."""
 
-    ``page_size`` is in tokens. ``packed``: pages are stored in 12 bits a value once they are full; see
-    `packed`.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
     dtype: torch.dtype
-    page_size: int = 256
-    packed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.packed and not self.packable:
-            raise ValueError(f"{self.dtype} pages of {self.pages_shape(1)} cannot be packed")
 
     @property
     def packed_shape(self) -> PackedShape:
+        """The shape of a page, and of the parts of its packed form."""
         return PackedShape(self.kv_heads, self.page_size, self.head_dim)
-
-    @property
-    def packable(self) -> bool:
-        """Whether full pages can be packed."""
-        return self.dtype == torch.bfloat16 and self.packed_shape.supported
-
-    @property
-    def layer_token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in all layers."""
-        return self.layers * self.layer_token_bytes
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of the keys and values of one full page of one layer, as it is stored."""
-        return self.packed_shape.nbytes if self.packed else self.page_size * self.layer_token_bytes
-
-    @property
-    def stored_token_bytes(self) -> int:
-        """Bytes of one token of full pages in all layers, as it is stored."""
-        return self.layers * self.page_bytes // self.page_size
-
-    @property
-    def stored_share(self) -> float:
-        """Bytes of full pages in the store as a share of those on a device, where they are not packed."""
-        return self.page_bytes / (self.page_size * self.layer_token_bytes) if self.layer_token_bytes else 1.0
-
-    def layer_bytes(self, tokens: int) -> int:
-        """Returns the bytes of the keys and values of so many tokens of one layer, as they are stored."""
-        pages, others = divmod(tokens, self.page_size)
-        return pages * self.page_bytes + others * self.layer_token_bytes
-
-    def pages(self, tokens: int) -> int:
-        """Returns the number of pages that hold ``tokens`` tokens, rounded up."""
-        return -(-tokens // self.page_size)
-
-    def reserved_bytes(self, tokens: int) -> int:
-        """Returns the bytes of the pages that hold ``tokens`` tokens, in all layers."""
-        return self.layers * self.pages(tokens) * self.page_bytes
-
-    def means_bytes(self, tokens: int, chunk_size: int | None, page_means: bool) -> int:
-        """Returns the bytes of the means of ``tokens`` tokens; see ``PagedKVStore.new_sequence``."""
-        chunks = 0 if chunk_size is None else tokens // chunk_size
-        return (chunks + (2 * (tokens // self.page_size) if page_means else 0)) * self.token_bytes // 2
-
-    def pages_shape(self, pages: int) -> tuple[int, int, int, int, int]:
-        """Returns the shape of pages of one layer, ``[pages, 2, kv_heads, page_size, head_dim]``.
-
-        A page holds its keys, then its values. Consecutive pages are contiguous in memory.
-        """
-        return (pages, 2, self.kv_heads, self.page_size, self.head_dim)
 
     def slab_shape(self, pages: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Returns shape and dtype of the memory of pages of one layer."""
         if self.packed:
             return (pages, self.page_bytes), torch.uint8
         return self.pages_shape(pages), self.dtype
-
-    def segment_tokens(self, byte_count: int, tokens: int) -> int:
-        """Returns the tokens of a segment, whole pages of one layer that are at most ``byte_count`` bytes.
-
-        At most half of the layer's ``tokens``, so that copies and compute overlap in short sequences
-        too, and at least one page.
-        """
-        most = min(byte_count // self.layer_token_bytes, tokens // 2)
-        return max(1, most // self.page_size) * self.page_size
-
-    def check_whole(self, start: int, end: int) -> None:
-        """Raises ValueError if the tokens ``start`` .. ``end`` are not whole pages."""
-        if start % self.page_size or end % self.page_size:
-            raise ValueError(f"tokens {start} to {end} are not whole pages of {self.page_size}")
 
     def tokens_in(self, keys: Tensor, values: Tensor) -> int:
         """Returns the number of tokens of keys and values ``[kv_heads, n, head_dim]``.

@@ -17,68 +17,20 @@ The functions of `PageCodec` are plain torch, for any device: the reference of f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from cpu_kv.sizes import PackedSizes
+
 ESCAPE = 15
-MOST_VALUES = 2**23
-"""Most values of a page: a position and an exponent share 31 bits."""
-ALIGNMENT = 64  # bytes
 VALUES_AT_A_TIME = 2**22
 
 
-@dataclass(frozen=True)
-class PackedShape:
-    """The shape of a page of one layer, and where the parts of its packed form lie, in bytes."""
-
-    kv_heads: int
-    page_size: int
-    head_dim: int
-
-    @property
-    def values(self) -> int:
-        """Number of values of a page."""
-        return 2 * self.kv_heads * self.page_size * self.head_dim
-
-    @property
-    def words(self) -> int:
-        """Number of int32 of the list of escapes; the first one is how many there are."""
-        return max(ALIGNMENT // 4, self.values // 256)
-
-    @property
-    def capacity(self) -> int:
-        """Most escapes of a page."""
-        return self.words - 1
-
-    @property
-    def bases_at(self) -> int:
-        return 4 * self.words
-
-    @property
-    def rows_at(self) -> int:
-        return self.bases_at + 2 * self.kv_heads * self.head_dim
-
-    @property
-    def row_bytes(self) -> int:
-        return 3 * self.head_dim // 2
-
-    @property
-    def rows_end(self) -> int:
-        return self.rows_at + 2 * self.kv_heads * self.page_size * self.row_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a packed page."""
-        return -(-self.rows_end // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def supported(self) -> bool:
-        """Whether such pages can be packed."""
-        return self.head_dim % 2 == 0 and self.values <= MOST_VALUES
+class PackedShape(PackedSizes):
+    """The shape of a page of one layer, with views of the parts of its packed form."""
 
     def escapes(self, packed: Tensor) -> Tensor:
         """Returns a view of the lists of escapes, int32 ``[pages, words]``."""

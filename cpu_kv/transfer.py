@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cpu_kv.layout import KeysValues, cut_alike, parts_of_pages
 from cpu_kv.link import CopyFailed, Event, Link, Pairs, pair_bytes
+from cpu_kv.sizes import PROMPT_WRITES
 from cpu_kv.staging import HostBuffers, StagingRing, StagingSlot
 from cpu_kv.store import SequenceKV
 
@@ -73,7 +74,7 @@ class TransferEngine:
     # is being written back is committed only when its copy has ended: then the sequence advances. Both sides
     # of every copy are contiguous, so it is one transfer whatever the number of heads.
 
-    PROMPT_WRITES = 2  # pending at a time: each keeps a copy of its KV on the device
+    PROMPT_WRITES = PROMPT_WRITES
     READ_TOKENS = 64  # read at a time, of all layers: bounds the host buffer, which is kept
 
     def __init__(

@@ -19,12 +19,13 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from cpu_kv import ElementType
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
 from offload_rt.files import write_whole
+from offload_rt.model.config_shapes import from_config
 from offload_rt.model.layer_kinds import LayerKind, LayerKinds, layer_kinds
 from offload_rt.model.self_check import BORDERS
-from offload_rt.model.shape import from_config
 
 PAGE = Path(__file__).with_suffix(".md")
 EQUAL = "tokens equal"
@@ -241,7 +242,7 @@ def _row(name: str, *configs: PretrainedConfig) -> Row:
     """Of the first of these configs that a model can be built from."""
     for config in configs:
         try:
-            shape = from_config(config, torch.float32, name.partition(",")[0])
+            shape = from_config(config, ElementType.FLOAT32, name.partition(",")[0])
         except UsageError as refused:
             if refused.__cause__ is None:  # else it could not be built in this size
                 return Row(name, _reason(refused))

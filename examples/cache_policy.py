@@ -7,6 +7,7 @@ import torch
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.sizes import bounded_bytes
 from offload_rt.levels.models import ModelLevel
 
 SPREAD, RECENT = 128, 128
@@ -47,7 +48,7 @@ class StridedLevel(ModelLevel):
         return SPREAD + RECENT
 
     def memory(self, sizes):
-        return {"strided_cache": BoundedCache.nbytes(sizes.target.layout(1), self.entries(sizes))}
+        return {"strided_cache": bounded_bytes(sizes.target.layout(1), self.entries(sizes))}
 
     def cache(self, model, resources):
         return StridedCache(resources.full, resources.pool)

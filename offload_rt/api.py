@@ -27,11 +27,11 @@ from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.json_grammar import JsonGrammars
 from offload_rt.levels.base import needs_draft_model
+from offload_rt.model.config_shapes import ignored_parts
 from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.generation import GenerationDefaults
 from offload_rt.model.rope import Yarn
 from offload_rt.model.runner import CausalModel
-from offload_rt.model.shape import ignored_parts
 from offload_rt.opening import Opened, check_files, name_of, open_models
 from offload_rt.output import OutputProcessor
 from offload_rt.planning.planner import Plan

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cpu_kv import CudaLink, Link
+from cpu_kv import CudaLink, ElementType, Link
 from offload_rt.config import AUTO, NO_DRAFT, Config
 from offload_rt.engine.engine import Engine, ProgressReport
 from offload_rt.errors import UsageError
@@ -32,7 +32,7 @@ from offload_rt.model.loading import (
 )
 from offload_rt.model.local_models import local_drafts
 from offload_rt.model.named_shapes import find_shape
-from offload_rt.model.quantization import Quantization, refuse_dependent_rows
+from offload_rt.model.quantized_checkpoints import installed_quantization, refuse_dependent_rows
 from offload_rt.model.rope import Yarn
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.local_plans import choose_draft
@@ -108,10 +108,10 @@ def open_models(
     small_source = None if draft is None or str(draft) == AUTO else model_source(draft)
     if small_source is not None:
         check_same_tokens(tokenizer, name, load_tokenizer(small_source), str(draft))
-    quantization = Quantization.installed(model_config(source, rope), name, quantize)
+    quantization = installed_quantization(model_config(source, rope), name, quantize)
     planned, notices = None, [quantization.notice] if quantization and quantization.notice else []
     if size_hint is not None or others or str(draft) == AUTO:
-        shape = find_shape(name, wanted, rope, quantize)
+        shape = find_shape(name, None if wanted is None else ElementType.of(wanted), rope, quantize)
         planning = partial(_plan, shape, configs, devices, size_hint, on_progress)
         if str(draft) == AUTO:
             chosen, planned, told = choose_draft(local_drafts(shape, source, tokenizer), planning)

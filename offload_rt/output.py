@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from cpu_kv.sizes import dtype_name
 from offload_rt import clock
 from offload_rt.drafting.base import Round
 from offload_rt.engine.engine import Engine
@@ -169,7 +170,7 @@ class OutputProcessor:
             draft=None if draft is None else draft.name,
             config=sequence.config.name,
             device=str(target.device),
-            dtype=str(target.dtype).removeprefix("torch."),
+            dtype=dtype_name(target.dtype),
             seed=params.seed,
             start=self._start,
             prompt_tokens=sequence.start,

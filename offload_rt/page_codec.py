@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from cpu_kv import KVLayout
 from cpu_kv.packed import PackedShape, PackedSide, PageCodec
 from offload_rt.attention.backends import use_triton
-from offload_rt.config import PageCode
-from offload_rt.errors import UsageError
 from offload_rt.native import Kernel, load_kernel
-
-
-def stored_layout(layout: KVLayout, code: PageCode, *, over_link: bool) -> KVLayout:
-    """Returns the layout in which the store keeps its pages.
-
-    Args:
-        layout: of the model's KV.
-        code: `store.code`. `auto` packs pages that cross a link: where they are attended in place, unpacking
-            costs more than it saves.
-
-    Raises:
-        UsageError: `packed`, and such pages cannot be packed.
-    """
-    if code == "raw" or layout.packed or not layout.token_bytes:
-        return layout
-    if code == "auto":
-        smaller = layout.packable and layout.packed_shape.nbytes < layout.page_bytes
-        return replace(layout, packed=over_link and smaller)
-    if layout.dtype != torch.bfloat16:
-        kind = str(layout.dtype).removeprefix("torch.")
-        raise UsageError(
-            f"store.code = 'packed': packs bfloat16 alone, and the model's KV is {kind}: run it with --dtype"
-            " bfloat16, or leave store.code at 'auto'"
-        )
-    if not layout.packable:
-        raise UsageError(
-            f"store.code = 'packed': a page has {layout.packed_shape.values:,} values in rows of"
-            f" {layout.head_dim}, too many or an odd number: use a smaller store.page, or store.code = 'raw'"
-        )
-    return replace(layout, packed=True)
 
 
 class MachineCodec(PageCodec):

@@ -18,7 +18,8 @@ VARIABLE = "OFFLOAD_RT_CONFIG"
 """Environment variable that names another file."""
 CACHE_ON, CACHE_OFF = "on", "off"
 DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+(,cuda:\d+)*")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+AUTO_DTYPE = "auto"
+DTYPES = (AUTO_DTYPE, "float32", "bfloat16", "float16")
 NO_QUANTIZATION = "none"
 QUANTIZATIONS = (NO_QUANTIZATION, "nf4", "int8")
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from machine_cases import DESKTOP, GPU, HOST
 
+from cpu_kv import ElementType
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.machine.hardware import Hardware
 from offload_rt.model.named_shapes import find_shape
@@ -103,5 +103,5 @@ def nearest(planned: Plan) -> Iterator[PlanRequest]:
             case ["--quantize", name]:
                 yield replace(asked, target=asked.target.with_weights(Quantization.named(name)))
             case ["--dtype", "bfloat16"]:
-                draft = asked.draft and replace(asked.draft, dtype=torch.bfloat16)
-                yield replace(asked, target=replace(asked.target, dtype=torch.bfloat16), draft=draft)
+                draft = asked.draft and replace(asked.draft, dtype=ElementType.BFLOAT16)
+                yield replace(asked, target=replace(asked.target, dtype=ElementType.BFLOAT16), draft=draft)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from cpu_kv import CudaLink, Link, PacedLink
 from offload_rt import LLM, Context, GenerationResult, SamplingParams
-from offload_rt.caches.tiers import Tiers
+from offload_rt.caches.sizes import Tiers
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel

@@ -21,7 +21,7 @@ from uneven_link import UnevenLink
 from cpu_kv import CopyFailed, Link
 from offload_rt import LLM, Context, SamplingParams, TokenStream, UsageError
 from offload_rt.caches.selection import LAST_QUERIES
-from offload_rt.caches.tiers import EVERYTHING_STREAMED, Tiers
+from offload_rt.caches.sizes import EVERYTHING_STREAMED, Tiers
 
 ASCII = 128
 CHUNK = 40

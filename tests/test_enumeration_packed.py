@@ -28,7 +28,7 @@ from cpu_kv import PacedLink
 from cpu_kv.packed import PackedShape
 from offload_rt import LLM
 from offload_rt.attention.quantized import QuantizedLayer
-from offload_rt.caches.tiers import Tiers
+from offload_rt.caches.sizes import Tiers
 from offload_rt.drafting.verifier import AcceptanceRule, Sampling, lossless
 from offload_rt.engine import engine as engine_module
 from offload_rt.engine.sequence import Continuation

@@ -13,24 +13,25 @@ from small_engine import target as target  # a fixture
 from tiny_models import byte_ids, tiny_target
 from transformers import PreTrainedModel
 
-from cpu_kv import PacedLink
+from cpu_kv import ElementType, PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.caches.tiers import GpuTier, Tiers
+from offload_rt.caches.sizes import GpuTier, Tiers
 from offload_rt.engine import engine
 from offload_rt.engine.engine import Engine
 from offload_rt.errors import UsageError
 from offload_rt.machine import inspection
 from offload_rt.machine.hardware import AttentionRate, Hardware, named_hardware
 from offload_rt.machine.inspection import usable_hardware
+from offload_rt.model.config_shapes import from_config
 from offload_rt.model.named_shapes import find_shape
-from offload_rt.model.shape import ModelShape, from_config
+from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import GPU_RESERVE_BYTES, PlanRequest
 from offload_rt.planning.planner import Plan, plan, ranked
 from offload_rt.toml import load_config
 
 CPU = torch.device("cpu")
-LLAMA = replace(find_shape("llama2-7b", torch.bfloat16), max_positions=2**18)
+LLAMA = replace(find_shape("llama2-7b", ElementType.BFLOAT16), max_positions=2**18)
 
 
 def planned(shape: ModelShape, config: str, context: int, new: int, loaded_bytes: int = 0) -> Plan:
@@ -42,7 +43,7 @@ def planned(shape: ModelShape, config: str, context: int, new: int, loaded_bytes
 @pytest.mark.parametrize(("prompt", "new"), [(150, 40), (1, 3), (5000, 100)])
 def test_what_the_plan_says_is_what_the_store_reserves(config: str, prompt: int, new: int) -> None:
     target = tiny_target("llama-gqa")
-    found = planned(from_config(target.config, torch.float32, "tiny"), config, prompt, new)
+    found = planned(from_config(target.config, ElementType.FLOAT32, "tiny"), config, prompt, new)
     with LLM.from_models(target, config=config, link=PacedLink(1e9)) as llm:
         stream = llm.stream(byte_ids(prompt), SamplingParams(max_tokens=new))
         assert llm.engine.store.reserved_bytes == pytest.approx(found.host["kv"], rel=0.02)
@@ -110,7 +111,7 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
 def test_another_gpu_keeps_what_it_has_room_for(texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest crosses both links, and a batch shares both GPUs."""
     target = tiny_target("llama-gqa")
-    shape, reserve = from_config(target.config, torch.float32, "tiny"), GPU_RESERVE_BYTES
+    shape, reserve = from_config(target.config, ElementType.FLOAT32, "tiny"), GPU_RESERVE_BYTES
 
     def hardware(device: torch.device, loaded: int, on_progress: object, gpus: list[object]) -> Hardware:
         assert gpus == [(CPU, 0)]

@@ -1,4 +1,4 @@
-"""What a command imports: refusals need neither torch nor transformers, which take seconds to import."""
+"""What a command imports: refusals and plans need neither torch nor transformers, which take seconds."""
 
 from __future__ import annotations
 
@@ -34,11 +34,36 @@ UNREACHABLE = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
         (["plan", "--context", "0"], "not a number of tokens"),
         (["plan", "--context", "8k", "--gpu", "rtx9999"], "--gpu rtx9999: is not known"),
         (["plan", "--context", "8k", "--gpu", "none", "--set", "store.page=-1"], "must be at least 1"),
+        (["plan", "--context", "8k", "--gpu", "rtx4090", "--model", "nosuch"], "no shape of that name"),
+        (["plan", "--context", "1M", "--gpu", "rtx4090", "--model", "llama3.1-70b"], "positions"),
+        (["plan", "--context", "120k", "--gpu", "rtx5090", "--model", "llama3.1-70b"], "does not fit"),
     ],
 )
 def test_refusals_import_neither_torch_nor_transformers(command: list[str], said: str) -> None:
-    root = str(Path(__file__).parents[1])
-    environment = {**os.environ, **UNREACHABLE, "PYTHONPATH": root}
-    run = [sys.executable, "-c", PROGRAM, *command]
-    ended = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=60)
+    ended = ended_command(command)
     assert said in ended.stderr and ended.stdout == "2\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["plan", "--list"], "rtx4090"),
+        (["plan", "--model", "llama2-7b", "--context", "127k", "--gpu", "rtx4090", "--verbose"], "fits: "),
+        (
+            ["plan", "--model", "qwen2.5-7b-1m", "--context", "1M", "--gpu", "l4", "--quantize", "nf4"],
+            "fits: ",
+        ),
+        (["plan", "--model", "demo", "--context", "8k", "--gpu", "rtx3060", "--gpus", "2"], "fits: "),
+    ],
+)
+def test_a_plan_for_named_models_and_cards_imports_neither(command: list[str], said: str) -> None:
+    ended = ended_command(command)
+    *printed, last = ended.stdout.splitlines()
+    assert any(line.startswith(said) for line in printed) and last == "0", ended
+
+
+def ended_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command without network; its last line is the exit code, and which of both it imported."""
+    environment = {**os.environ, **UNREACHABLE, "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = [sys.executable, "-c", PROGRAM, *command]
+    return subprocess.run(run, capture_output=True, text=True, env=environment, timeout=60)

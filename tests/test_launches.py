@@ -21,7 +21,7 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import RetrievalRefresh
 from offload_rt.caches.remote import CpuAttention, GpuAttention
 from offload_rt.caches.selection import AttentionScores
-from offload_rt.caches.tiers import GpuTier, Tiers
+from offload_rt.caches.sizes import GpuTier, Tiers
 from offload_rt.host import to_device, to_host
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel

@@ -14,10 +14,10 @@ from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
+from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
-from offload_rt.model.shape import shape_of
 
 LAYERS = 6
 

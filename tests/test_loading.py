@@ -27,9 +27,9 @@ from tiny_models import (
 )
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, SamplingParams, native
 from offload_rt.errors import UsageError
-from offload_rt.model import hub, loading
+from offload_rt.model import hub
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.loading import choose_device, choose_devices, choose_dtype, load_model, load_tokenizer
 from offload_rt.model.rope import Yarn
@@ -272,7 +272,7 @@ def test_devices_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_never_rounds_weights(monkeypatch: pytest.MonkeyPatch, dots: bool | None) -> None:
     """A checkpoint in float16 has values that bfloat16 rounds, too."""
     kernel = None if dots is None else SimpleNamespace(bfloat16_dots=dots)
-    monkeypatch.setattr(loading, "load_kernel", lambda: kernel)
+    monkeypatch.setattr(native, "load_kernel", lambda: kernel)
     for own in (torch.float32, torch.float16, None):
         assert choose_dtype("auto", CPU, own) == torch.float32
     assert choose_dtype("auto", CPU, torch.bfloat16) == (torch.bfloat16 if dots else torch.float32)
@@ -283,7 +283,7 @@ def test_auto_never_rounds_weights(monkeypatch: pytest.MonkeyPatch, dots: bool |
 def test_auto_by_the_config_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(loading, "load_kernel", lambda: SimpleNamespace(bfloat16_dots=True))
+    monkeypatch.setattr(native, "load_kernel", lambda: SimpleNamespace(bfloat16_dots=True))
     tiny_target("llama").to(dtype).save_pretrained(tmp_path)
     with LLM(tmp_path, config="plain", device="cpu") as llm:
         assert llm.engine.target.dtype == (dtype if dtype == torch.bfloat16 else torch.float32)

@@ -29,7 +29,8 @@ from transformers.utils import logging
 
 from cpu_kv import PacedLink
 from offload_rt import LLM, Context, SamplingParams, UsageError, cli
-from offload_rt.caches.full import MOST_POINTS, FullCache
+from offload_rt.caches.full import FullCache
+from offload_rt.caches.sizes import MOST_POINTS
 from offload_rt.caches.tiers import Tail
 from offload_rt.chat import with_question
 from offload_rt.engine.prefill import LAST_READ, PromptAttention

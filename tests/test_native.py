@@ -26,7 +26,8 @@ from cpu_kv import KVLayout
 from offload_rt import native
 from offload_rt.attention import quantized
 from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend, choose_backend, torch_threads
-from offload_rt.attention.quantized import GROUP, QuantizedKV
+from offload_rt.attention.quantized import QuantizedKV
+from offload_rt.attention.sizes import GROUP
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.machine.memory import CACHE_FOLDER, cache_folder
 from offload_rt.native import building

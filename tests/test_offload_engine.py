@@ -22,7 +22,7 @@ from uneven_link import LateLink, UnevenLink
 from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, folded_mask
-from offload_rt.attention.quantized import GROUP
+from offload_rt.attention.sizes import GROUP
 from offload_rt.caches.base import VerifiedTokens
 from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.buffers import BufferPool, KVBuffer

@@ -13,8 +13,7 @@ from tiny_models import noisy_copy, tiny_target
 
 from cpu_kv import KVLayout, head_major
 from offload_rt import LLM, Context, SamplingParams, UsageError
-from offload_rt.caches.tiers import GpuTier, Tiers
-from offload_rt.page_codec import stored_layout
+from offload_rt.caches.sizes import GpuTier, Tiers, stored_layout
 from offload_rt.saved_context import SavedContext
 
 SHARES = [Tiers(), Tiers(32, 48), Tiers(16, 32, (GpuTier(16, 16),)), Tiers(64, 32, packed=False)]

@@ -214,7 +214,7 @@ def test_without_a_named_machine_it_is_this_one(
     inspection: Any = ModuleType("offload_rt.machine.inspection")
     inspection.inspect = lambda on_progress: SimpleNamespace(hardware=Hardware(HOST, (), measured=True))
     monkeypatch.setitem(sys.modules, "offload_rt.machine.inspection", inspection)
-    monkeypatch.setattr("offload_rt.model.loading.load_kernel", lambda: None)
+    monkeypatch.setattr("offload_rt.native.load_kernel", lambda: None)
     out, _ = run("--context 32768")
     assert "demo and demo-draft in float32" in out and "host (measured)" in out
     assert cli.main(["plan", "--context", "32768", "--gpus", "1"]) == 2

@@ -17,16 +17,16 @@ from tiny_models import random_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from cpu_kv import TransferEngine
+from cpu_kv import ElementType, TransferEngine
 from offload_rt import cli
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.machine.hardware import GIB, Hardware, named_hardware
-from offload_rt.model.layer_kinds import LayerKind, LayerKinds
+from offload_rt.model.config_shapes import shape_of
+from offload_rt.model.layer_kinds import LayerKind, LayerKinds, Recurrence
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.named_shapes import find_shape
-from offload_rt.model.recurrence import Recurrence
-from offload_rt.model.shape import ModelShape, shape_of
+from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import PlanRequest, allowed_drafts, gpu_memory, host_memory
 from offload_rt.planning.planner import plan
 from offload_rt.planning.prediction import PACKED_ATTENTION, Predictor
@@ -74,20 +74,20 @@ def asked(
 
 def test_the_shape_of_a_model_with_recurrent_layers() -> None:
     """Convolutions keep 4 inputs of keys, queries and values; a head's state is a matrix in float32."""
-    shape = shape_of(qwen_like(), torch.bfloat16, "small")
+    shape = shape_of(qwen_like(), ElementType.BFLOAT16, "small")
     mixer = qwen_like().model.layers[0].linear_attn
     assert shape.kinds.full == (3, 7) and shape.paged_layers == 2 and len(shape.kinds.recurrent) == 6
     assert shape.recurrence == Recurrence(
         sum(one.numel() for one in mixer.parameters()), (2 * 2 * 8 + 4 * 16) * 4, 4 * 8 * 16
     )
     assert shape.state_bytes == 6 * (96 * 4 * 2 + 512 * 4)
-    assert replace(shape, dtype=torch.float32).state_bytes == 6 * (96 * 4 + 512) * 4
+    assert replace(shape, dtype=ElementType.FLOAT32).state_bytes == 6 * (96 * 4 + 512) * 4
     assert shape.token_bytes == 2 * (2 * 2 * 16 * 2), "two full layers"
     assert shape.window_bytes() == 0 and not shape.drafts_trees
 
 
 def test_the_shape_of_a_model_with_windows() -> None:
-    shape = shape_of(gemma_like(), torch.bfloat16, "small")
+    shape = shape_of(gemma_like(), ElementType.BFLOAT16, "small")
     assert shape.kinds.full == (5,) and len(shape.kinds.windowed) == 7
     assert shape.window_bytes() == 7 * 32 * (2 * 2 * 16 * 2) == 32 * shape.window_bytes(1)
     assert shape.window_bytes(20) == 20 * shape.window_bytes(1), "a sequence shorter than the window"

@@ -11,7 +11,8 @@ import torch
 from machine_cases import DESKTOP, HOST
 from plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, host, nearest, request
 
-from offload_rt.caches.buffers import whole_pages
+from cpu_kv import ElementType
+from offload_rt.caches.sizes import whole_pages
 from offload_rt.drafting.expectations import DRAFT_LENGTHS, expected_tokens, outcome_chances
 from offload_rt.drafting.shapes import CHAIN
 from offload_rt.errors import UsageError
@@ -73,7 +74,7 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
     """Measured on 2 cores at 46 GB/s: a plain pass takes 31 ms, a middle step 3 to 5, a prefill 94 s."""
     rates = (AttentionRate(1, 41.0), AttentionRate(8, 33.0), AttentionRate(16, 23.0))
     cores = replace(HOST, memory_bytes=20 * GIB, memory_rate=46.0, compute_rate=300.0, attention=rates)
-    target, draft = find_shape("demo", torch.float32), find_shape("demo-draft", torch.float32)
+    target, draft = find_shape("demo", ElementType.FLOAT32), find_shape("demo-draft", ElementType.FLOAT32)
     asked = request(target=target, draft=draft, hardware=Hardware(cores, (), measured=True))
     found = plan(asked).check()
     assert found.plain_ms_per_token == pytest.approx(31, rel=0.15)
@@ -374,7 +375,7 @@ def test_what_holds_a_run_up_is_named() -> None:
 
 ROOMY = host(memory_bytes=200 * GIB, lockable_bytes=200 * GIB)
 THIRTEEN = replace(find_shape("llama2-13b", None), max_positions=2**18)
-FLOAT32 = replace(LLAMA, dtype=torch.float32)
+FLOAT32 = replace(LLAMA, dtype=ElementType.FLOAT32)
 
 
 @pytest.mark.parametrize(
@@ -533,7 +534,7 @@ def test_the_budget_is_that_with_the_least_predicted_time() -> None:
 
 def test_resident_tokens_that_are_proposed_are_whole_pages() -> None:
     """Also where nothing is paged, so that all of a short context could stay."""
-    windows = find_shape("mistral-7b-v0.1", torch.float32)
+    windows = find_shape("mistral-7b-v0.1", ElementType.FLOAT32)
     given = {"offload.resident_tokens": 1024}
     planned = plan(request(given, context=1, target=windows, hardware=gpu(memory_bytes=20 * GIB), draft=None))
     assert str(planned.refusal).startswith("GPU 0 (gpu) has 20.0 GiB") and "bfloat16" in str(planned.refusal)

@@ -22,17 +22,19 @@ from tiny_models import byte_ids, local_model, noisy_copy, real_text, tiny_targe
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 
+from cpu_kv import ElementType
 from offload_rt import LLM, SamplingParams, cli
 from offload_rt.errors import UsageError
 from offload_rt.installation import install_extra
 from offload_rt.machine.hardware import ProductRate
+from offload_rt.model.config_shapes import from_config
 from offload_rt.model.draft_head import save_head
 from offload_rt.model.fingerprint import weights_digest
 from offload_rt.model.loading import load_model
 from offload_rt.model.named_shapes import find_shape
-from offload_rt.model.quantization import Quantization, move_scales, quantized_linear, stored_bytes
+from offload_rt.model.quantization import Quantization
+from offload_rt.model.quantized_weights import move_scales, quantized_linear, stored_bytes
 from offload_rt.model.runner import CausalModel, NotANumber
-from offload_rt.model.shape import from_config
 from offload_rt.planning.assumptions import machine
 from offload_rt.planning.prediction import FUSED_ROWS, Predictor, product_rate
 
@@ -431,7 +433,7 @@ def test_a_model_whose_rows_depend_on_others_is_refused(folders: dict[str, Path]
 
 
 def test_bytes_of_a_shape_are_arithmetic() -> None:
-    shape = find_shape("qwen3-32b", torch.bfloat16, quantize="nf4")
+    shape = find_shape("qwen3-32b", ElementType.BFLOAT16, quantize="nf4")
     linear = 64 * (2 * 5120 * 128 * (64 + 8) + 3 * 5120 * 25600)
     norms = 64 * (2 * 5120 + 2 * 128) + 5120
     embedding = 151_936 * 5120
@@ -441,11 +443,11 @@ def test_bytes_of_a_shape_are_arithmetic() -> None:
     assert shape.weight_bytes == pytest.approx(exact, rel=1e-4)
     assert shape.weight_bytes - shape.step_bytes == 2 * embedding
     assert shape.mlp_bytes == pytest.approx(3 * 5120 * 25600 * bits / 8, abs=1)
-    assert shape.token_bytes == find_shape("qwen3-32b", torch.bfloat16).token_bytes == 64 * 2 * 8 * 128 * 2
+    assert shape.token_bytes == find_shape("qwen3-32b", None).token_bytes == 64 * 2 * 8 * 128 * 2
     assert find_shape("qwen3-32b", None, quantize="int8").mlp_bytes == 3 * 5120 * 25600
     # Experts are no linear layers: what is packed is attention, 2% of it.
-    experts = find_shape("qwen3-30b-a3b", torch.bfloat16)
-    saved = experts.weight_bytes - find_shape("qwen3-30b-a3b", torch.bfloat16, quantize="nf4").weight_bytes
+    experts = find_shape("qwen3-30b-a3b", ElementType.BFLOAT16)
+    saved = experts.weight_bytes - find_shape("qwen3-30b-a3b", None, quantize="nf4").weight_bytes
     assert saved == pytest.approx(48 * (2 * 2048 * 128 * 36 + 2048 * 128) * (2 - bits / 8), rel=1e-3)
 
 
@@ -467,10 +469,10 @@ def test_bytes_of_a_shape_are_arithmetic() -> None:
 )
 def test_bytes_are_those_of_the_checkpoints_format(stated: dict[str, object], bits: float) -> None:
     config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3)
-    whole = from_config(config, torch.bfloat16, "tiny")
+    whole = from_config(config, ElementType.BFLOAT16, "tiny")
     config.quantization_config = stated
     linear = 3 * (4 * 256 * 256 + 3 * 256 * 512)
-    shape = from_config(config, torch.bfloat16, "tiny")
+    shape = from_config(config, ElementType.BFLOAT16, "tiny")
     assert whole.weight_bytes - shape.weight_bytes == pytest.approx(linear * (16 - bits) / 8, abs=1)
     assert whole.mlp_bytes - shape.mlp_bytes == pytest.approx(3 * 256 * 512 * (16 - bits) / 8, abs=1)
 
@@ -479,16 +481,16 @@ def test_modules_that_a_config_leaves_alone_are_counted_whole() -> None:
     config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3)
     of_all, skips = {"quant_method": "bitsandbytes", "load_in_8bit": True}, ["lm_head", "model.layers.1.mlp"]
     config.quantization_config = of_all
-    everywhere = from_config(config, torch.bfloat16, "tiny").weight_bytes
+    everywhere = from_config(config, ElementType.BFLOAT16, "tiny").weight_bytes
     config.quantization_config = of_all | {"llm_int8_skip_modules": skips}
-    assert from_config(config, torch.bfloat16, "tiny").weight_bytes - everywhere == 3 * 256 * 512
+    assert from_config(config, ElementType.BFLOAT16, "tiny").weight_bytes - everywhere == 3 * 256 * 512
     config.quantization_config = of_all | {"llm_int8_skip_modules": []}  # the head, too
-    assert everywhere - from_config(config, torch.bfloat16, "tiny").weight_bytes == 512 * 256
+    assert everywhere - from_config(config, ElementType.BFLOAT16, "tiny").weight_bytes == 512 * 256
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_planned_bytes_are_those_that_are_loaded(folders: dict[str, Path], quantize: str) -> None:
-    planned = find_shape(folders["plain"], torch.bfloat16, quantize=quantize)
+    planned = find_shape(folders["plain"], ElementType.BFLOAT16, quantize=quantize)
     loaded = load_model(folders["plain"], CPU, torch.bfloat16, quantize=quantize)
     assert stored_bytes(loaded) == pytest.approx(
         planned.weight_bytes, rel=3e-3 if quantize == "nf4" else 0.02

@@ -31,8 +31,11 @@ from test_caches import (
 )
 from torch import Tensor
 
-from offload_rt.attention.quantized import GROUP, QuantizedKV
+from cpu_kv import KVLayout
+from offload_rt.attention.quantized import QuantizedKV
+from offload_rt.attention.sizes import GROUP, QuantizedSize
 from offload_rt.caches import retrieved
+from offload_rt.caches import sizes as sizes_of_caches
 
 ROOM = 12  # verified tokens between two refreshes
 
@@ -64,12 +67,12 @@ def test_a_code_is_at_most_half_a_step_away(
     rows = rows * 10 ** torch.randint(-3, 2, (dim,), generator=generator) + 100 * (torch.arange(dim) % 8 == 3)
     rows[..., 5] = rows[0, 0, 0, 5]
     keys, values = rows.to(dtype)
-    layout = retrieved.KVLayout(2, 2, dim, dtype)
+    layout = KVLayout(2, 2, dim, dtype)
     kv = QuantizedKV.empty(layout, (groups + 1) * GROUP, bits, torch.device("cpu"))
     kv.clear()
     layer = kv.layer(1)
     layer.put(keys, values)
-    assert layer.bits == bits and kv.nbytes == QuantizedKV.bytes_of(layout, (groups + 1) * GROUP, bits)
+    assert layer.bits == bits and kv.nbytes == QuantizedSize((groups + 1) * GROUP, bits).nbytes(layout)
     found = layer.first(groups * GROUP).dequantized(torch.float32)
     in_groups = keys.float().unflatten(1, (groups, GROUP))
     for side, wanted, whole in (
@@ -178,7 +181,8 @@ def test_a_retrieved_cache_of_quantised_entries(
     decay, means = chosen_by
     full, source, forest = PlainFull(), Source(seed), AnyForest[Token]()
     with pytest.MonkeyPatch.context() as patch, full_cache(make_link("cpu"), 2, sizes[1]) as cache:
-        patch.setattr(retrieved, "VERIFIED_ROOM", ROOM)
+        for module in (retrieved, sizes_of_caches):
+            patch.setattr(module, "VERIFIED_ROOM", ROOM)
         cache.scale = 0.5
         found = retrieved_cache(cache, sizes, policy, decay, means, bits)
         plain = PlainQuantized(full, sizes, found.refresh, decay, means)

@@ -24,6 +24,7 @@ from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cpu_kv import ElementType
 from cpu_kv.streams import follower
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
@@ -97,7 +98,7 @@ def test_what_the_first_gpu_has_no_room_for_is_on_the_second(
     """From the planner's figures to the tokens, as `--device cuda:0,cuda:1` has it."""
     overrides: dict[str, object] = {"store.page": PAGE, "retrieval.budget": 128, "retrieval.recent": 32}
     overrides["offload.refresh_from"] = "stream"  # from the store, one buffer less would make room enough
-    shape, config = find_shape("demo", torch.float32), load_config("retrieval", overrides)
+    shape, config = find_shape("demo", ElementType.FLOAT32), load_config("retrieval", overrides)
     gpu = replace(named_hardware("rtx4090").gpus[0], memory_bytes=2 * GIB)
     hardware = replace(named_hardware("rtx4090"), gpus=(gpu, gpu))
     asked = PlanRequest(shape, None, config, 400, 24, hardware)

@@ -13,10 +13,11 @@ from tiny_models import ARCHITECTURES, tiny_target
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from bench.random_models import config_of
+from cpu_kv import ElementType
 from offload_rt.errors import UsageError
+from offload_rt.model.config_shapes import from_config, shape_of
 from offload_rt.model.loading import demo_model, load_model
 from offload_rt.model.named_shapes import SHAPES, find_shape
-from offload_rt.model.shape import from_config, shape_of
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((arch, {}) for arch in ARCHITECTURES),
@@ -30,7 +31,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("arch", "settings"), VARIANTS)
 def test_parameters_are_those_of_the_model(arch: str, settings: dict[str, Any]) -> None:
     model = tiny_target(arch, layers=3, **settings)
-    shape = from_config(model.config, torch.float32, arch)
+    shape = from_config(model.config, ElementType.FLOAT32, arch)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
     # A step reads the output head, and of the embedding nothing unless they are one.
@@ -51,13 +52,13 @@ def test_a_named_shape_is_that_of_a_model_of_its_sizes(name: str) -> None:
     if named.quantization is not None:  # as published; the weights of a model here are not
         assert named.weight_bytes < named.parameters
         named = replace(named, quantization=None, quantized=0, quantized_mlp=0)
-    assert shape_of(model, torch.bfloat16, name) == named
+    assert shape_of(model, ElementType.BFLOAT16, name) == named
     assert named.weight_bytes == 2 * named.parameters
 
 
 @pytest.mark.parametrize(("name", "part"), [("demo", "target"), ("demo-draft", "draft")])
 def test_the_demo_pair_comes_from_its_packaged_config(name: str, part: str) -> None:
-    shape = find_shape(name, torch.float32)
+    shape = find_shape(name, ElementType.FLOAT32)
     model = load_model(demo_model(part), torch.device("cpu"), torch.float32)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.name == name and shape.max_positions == 262_144
@@ -68,15 +69,15 @@ def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     shape = find_shape(tmp_path, None)
     assert shape == from_config(config, None, str(tmp_path))
-    assert shape.dtype == torch.float32 and shape.kv_heads == 2
+    assert shape.dtype == ElementType.FLOAT32 and shape.kv_heads == 2
 
 
 def test_the_dtype_is_the_checkpoints_unless_one_is_asked_for(tmp_path: Path) -> None:
     tiny_target().config.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "float16"}))
-    assert find_shape(tmp_path, None).dtype == torch.float16
-    assert find_shape(tmp_path, torch.bfloat16).dtype == torch.bfloat16
+    assert find_shape(tmp_path, None).dtype == ElementType.FLOAT16
+    assert find_shape(tmp_path, ElementType.BFLOAT16).dtype == ElementType.BFLOAT16
 
 
 @pytest.mark.parametrize(

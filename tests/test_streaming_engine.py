@@ -40,7 +40,7 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import RetrievalRefresh
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import AttentionScores
-from offload_rt.caches.tiers import GpuTier, Tiers
+from offload_rt.caches.sizes import GpuTier, Tiers
 from offload_rt.engine.decode import Round
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence

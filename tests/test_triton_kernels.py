@@ -27,7 +27,8 @@ if EMULATED:
 from cpu_kv import KVLayout  # noqa: E402
 from cpu_kv.packed import PackedShape, PageCodec  # noqa: E402
 from offload_rt.attention import operators, triton_kernels, triton_operators, triton_pages  # noqa: E402
-from offload_rt.attention.quantized import GROUP, QuantizedKV  # noqa: E402
+from offload_rt.attention.quantized import QuantizedKV  # noqa: E402
+from offload_rt.attention.sizes import GROUP  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 INF = float("inf")

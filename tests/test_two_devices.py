@@ -15,7 +15,7 @@ from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpu_kv import CpuLink
+from cpu_kv import CpuLink, ElementType
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.base import NewTokens
@@ -248,7 +248,7 @@ def request(devices: int = 0, gpus: int = 2, link: float = 1.0, **sizes: object)
     keys = {"speculation.levels": [level], "offload.group_devices": devices, "speculation.gamma2": 6}
     config = load_config("retrieval", keys | sizes)
     hardware = named_hardware("h200", gpus, link=link)
-    return PlanRequest(find_shape("llama2-13b", torch.bfloat16), None, config, 16_000, 256, hardware)
+    return PlanRequest(find_shape("llama2-13b", ElementType.BFLOAT16), None, config, 16_000, 256, hardware)
 
 
 def test_the_plan_counts_exchanges_and_copies() -> None:

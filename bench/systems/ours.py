@@ -13,7 +13,7 @@ from bench.cases import text_config
 from bench.recorded_text import RecordedText
 from bench.rounds import draw, figures
 from bench.systems import Opener, Prompt, Run, Setup
-from cpu_kv import CpuLink, CudaLink, Link, PacedLink
+from cpu_kv import CpuLink, CudaLink, ElementType, Link, PacedLink
 from offload_rt.levels.base import needs_draft_model
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.checkpoint_config import model_config
@@ -34,7 +34,8 @@ def shared_text(setup: Setup) -> RecordedText:
     dtype = choose_dtype(setup.dtype, device, model_config(setup.model).dtype)
     config = text_config(setup.options, draft=bool(setup.draft))
     if device.type == "cuda":  # refuses what does not fit before weights are loaded
-        shape, small = find_shape(setup.model, dtype), setup.draft and find_shape(setup.draft, dtype)
+        element = None if dtype is None else ElementType.of(dtype)
+        shape, small = find_shape(setup.model, element), setup.draft and find_shape(setup.draft, element)
         hardware = usable_hardware(device)
         plan(PlanRequest(shape, small or None, config, setup.capacity, 0, hardware)).check()
     notices = list[str]()

@@ -25,12 +25,11 @@ from cpu_kv import head_major
 from offload_rt.attention import operators
 from offload_rt.attention.mass import Sample
 from offload_rt.attention.quantized import QuantizedLayer
+from offload_rt.attention.sizes import MASKED_PAGE
 from offload_rt.native import Kernel, load_kernel
 
 _HALVES = (torch.float16, torch.bfloat16)
 RESERVED_CORES = 3  # for the threads that run a pass, draft and choose chunks while the CPU attends
-MASKED_PAGE = 128
-"""Keys among which the CUDA backends split attention under a mask."""
 MAX_TIME_RATIO = 0.95  # another kernel replaces torch's if it takes less than this share of its time
 
 Total = tuple[Tensor, Tensor]

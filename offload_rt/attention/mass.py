@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.attention import operators
-
-SAMPLED_QUERIES = 4
-"""Queries sampled per pass and head. More choose no better chunks, and each costs its sums."""
+from offload_rt.attention.sizes import SAMPLED_QUERIES
 
 
 @dataclass(frozen=True)

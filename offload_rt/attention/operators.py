@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload_rt.attention.quantized import GROUP, QuantizedLayer, encoded, packed
+from offload_rt.attention.quantized import QuantizedLayer, encoded, packed
+from offload_rt.attention.sizes import GROUP
 
 MAX_EXPONENT = 80.0
 """Largest exponent of a mass relative to its reference: a little more overflows float32."""

@@ -7,7 +7,6 @@ token: a few channels of keys are far larger than the others, and no channel of 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -15,10 +14,8 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
+from offload_rt.attention.sizes import GROUP, QuantizedSize
 from offload_rt.native import load_kernel
-
-GROUP = 32
-"""Tokens whose keys share a zero and a step for each channel."""
 
 SLACK = 2.0**-8
 """Share by which a range is widened, so that it holds all values when its ends are rounded to bfloat16."""
@@ -89,25 +86,10 @@ class QuantizedKV:
     def empty(cls, layout: KVLayout, tokens: int, bits: int, device: torch.device) -> Self:
         """Returns memory for so many tokens, whole groups."""
         kinds = (torch.uint8, torch.bfloat16, torch.uint8, torch.bfloat16)
-        shapes = zip(cls.kind_of(layout, tokens, bits), kinds, strict=True)
+        shapes = zip(QuantizedSize(tokens, bits).shapes(layout), kinds, strict=True)
         return cls(
             QuantizedLayer(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes))
         )
-
-    @staticmethod
-    def kind_of(layout: KVLayout, tokens: int, bits: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of its tensors, the key of memory of the same size."""
-        if layout.head_dim * bits % 8:
-            raise ValueError(f"heads of {layout.head_dim} dimensions are no whole bytes of {bits} bits each")
-        every = layout.layers, layout.kv_heads
-        codes = (*every, tokens, layout.head_dim * bits // 8)
-        return codes, (*every, tokens // GROUP, 2, layout.head_dim), codes, (*every, tokens, 2)
-
-    @classmethod
-    def bytes_of(cls, layout: KVLayout, tokens: int, bits: int) -> int:
-        """Bytes for so many tokens."""
-        sizes = (math.prod(shape) for shape in cls.kind_of(layout, tokens, bits))
-        return sum(size * width for size, width in zip(sizes, (1, 2, 1, 2), strict=True))
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,8 @@ from torch import Tensor
 from cpu_kv import KVLayout
 from cpu_kv.packed import PackedShape, PageCodec
 from offload_rt.attention import operators, triton_pages
-from offload_rt.attention.quantized import GROUP, QuantizedKV, QuantizedLayer
+from offload_rt.attention.quantized import QuantizedKV, QuantizedLayer
+from offload_rt.attention.sizes import GROUP
 from offload_rt.attention.triton_kernels import _add_mass, _quantize, _quantized, _segment
 
 PAGES_AT_A_TIME = 16

@@ -25,15 +25,14 @@ from torch import Tensor
 
 from cpu_kv import KVLayout
 from offload_rt.attention.backends import AttentionBackend, folded_mask
+from offload_rt.attention.sizes import QuantizedSize
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import WORD_BITS, DerivedCache, NewTokens, VerifiedTokens, sees_entries
-from offload_rt.caches.buffers import BufferPool, KVBuffer, QuantizedSize, whole_pages
+from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
+from offload_rt.caches.sizes import SPECULATIVE_ENTRIES, whole_pages
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.host import to_device
-
-SPECULATIVE_ENTRIES = 128
-"""Slots behind the verified entries: for the longest draft and another one drafted ahead."""
 
 CACHE_INPUTS = 5
 """Integers of a recorded pass that describe the cache, see `BoundedCache.graph_inputs`."""
@@ -207,11 +206,6 @@ class BoundedCache(DerivedCache):
     def _take_buffer(self) -> KVBuffer:
         capacity = whole_pages(self._mean_slots + self.room + SPECULATIVE_ENTRIES) - self._mean_slots
         return self._pool.take(self._layout, capacity, self._device, self._mean_slots, self._quantized_size)
-
-    @staticmethod
-    def nbytes(layout: KVLayout, entries: int) -> int:
-        """Bytes of one buffer of so many entries, with room for speculative ones behind them."""
-        return whole_pages(entries + SPECULATIVE_ENTRIES) * layout.token_bytes
 
     @property
     def buffers(self) -> list[KVBuffer]:

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.attention.backends import MASKED_PAGE
 from offload_rt.attention.quantized import QuantizedKV
-
-
-class QuantizedSize(NamedTuple):
-    """Size of the memory for quantised entries: their number, whole groups, and bits of each."""
-
-    entries: int
-    bits: int
+from offload_rt.attention.sizes import QuantizedSize
+from offload_rt.caches.sizes import whole_pages
 
 
 @dataclass(eq=False)
@@ -114,7 +107,7 @@ class BufferPool:
     ) -> KVBuffer:
         """Returns a buffer of zeros."""
         shape = (layout.layers, 2, layout.kv_heads, mean_slots + capacity, layout.head_dim)
-        kind = quantized and QuantizedKV.kind_of(layout, *quantized)
+        kind = quantized and quantized.shapes(layout)
         wanted = (mean_slots, shape, layout.dtype, device, kind)
         found = next((one for one in self._free if one.kind == wanted), None)
         if found is None:
@@ -140,14 +133,3 @@ class BufferPool:
     def drop_free(self) -> None:
         """Frees the buffers that no sequence uses."""
         self._free.clear()
-
-
-def whole_pages(entries: int) -> int:
-    """Returns the size of a buffer for so many entries, which masked attention on a GPU splits into pages."""
-    return -(-entries // MASKED_PAGE) * MASKED_PAGE
-
-
-def mean_slots_for(pages: int) -> int:
-    """Returns slots for the means of `pages` pages, rounded up so that similar lengths share a buffer."""
-    step = max(16, 1 << max(0, pages.bit_length() - 4))
-    return -(-pages // step) * step

@@ -23,14 +23,11 @@ from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
 from offload_rt.caches.local_history import LocalHistory
 from offload_rt.caches.remote import RemoteAttention
 from offload_rt.caches.resident import ResidentTier
+from offload_rt.caches.sizes import MOST_POINTS
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.caches.tiers import StreamedTier, Tail, TierRange
 from offload_rt.host import to_device
 from offload_rt.machine.memory import available_memory
-
-MOST_POINTS = 8
-"""Most lengths that a sequence with local layers can return to, and fewer where memory is short: each takes a
-copy of what these layers keep."""
 
 
 class PassCancelled(RuntimeError):

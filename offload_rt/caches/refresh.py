@@ -18,21 +18,10 @@ from cpu_kv import KeysValues, PendingCopy, TransferEngine, part_of
 from cpu_kv.mapped import computed_copy
 from cpu_kv.packed import PackedSide
 from offload_rt.caches.buffers import KVBuffer
+from offload_rt.caches.sizes import PENDING_BYTES, PORTION_BYTES
 
 _Places = slice | tuple[Tensor, Tensor]
 """Entries of a layer, the same for every head; or heads and chunk slots."""
-
-
-PORTION_BYTES = 2**25
-"""Bytes of KV that are gathered at once."""
-
-PENDING_BYTES = 2**26
-"""Bytes of gathered KV that may be on their way from the host at a time, besides one portion."""
-
-
-def gathering_bytes(layer_bytes: int) -> int:
-    """Bytes on the device for gathering chunks, of so many bytes in a layer, to the entries of a cache."""
-    return min(2 * layer_bytes, PENDING_BYTES + 2 * PORTION_BYTES)
 
 
 class ChosenChunks(NamedTuple):

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from math import lcm
 
 import torch
 from torch import Tensor
 
-from cpu_kv import ChunkMeans, KeysValues, KVLayout
-from offload_rt.attention.quantized import GROUP, QuantizedKV
+from cpu_kv import ChunkMeans, KeysValues
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens, VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.buffers import BufferPool, KVBuffer, QuantizedSize
+from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import ChosenChunks, EntryLayout, RetrievalRefresh
 from offload_rt.caches.selection import AttentionScores, Selection, choose_chunks, choose_of_layers
+from offload_rt.caches.sizes import VERIFIED_ROOM, RetrievedSize
 from offload_rt.config import RefreshPolicy
 from offload_rt.host import PendingRead
 
@@ -65,43 +63,6 @@ class RefreshSchedule:
         accepted, proposed = (sum(column) for column in zip(*self._verifications, strict=True))
         full = len(self._verifications) == self.WINDOW
         return full and proposed > 0 and accepted / proposed < self.policy.value
-
-
-VERIFIED_ROOM = 128
-"""Verified tokens that a cache of quantised entries has room for between two refreshes."""
-
-
-@dataclass(frozen=True)
-class RetrievedSize:
-    """Numbers of entries that a retrieved cache needs memory for.
-
-    Attributes:
-        unit: tokens of which a multiple is chosen: chunks, and whole groups where they are quantised.
-        room: entries in full precision, but for speculative ones.
-        quantized: size of the memory for the others; None: there are none.
-    """
-
-    unit: int
-    room: int
-    quantized: QuantizedSize | None
-
-    @classmethod
-    def of(cls, layout: KVLayout, budget: int, chunk: int, recent: int, bits: int) -> RetrievedSize:
-        """Returns the sizes for the arguments of a `RetrievedCache`."""
-        if bits == 16:
-            return cls(chunk, budget, None)
-        unit = lcm(chunk, GROUP)
-        window = max(recent, min(layout.page_size - 1, budget // 2)) + chunk + unit
-        return cls(unit, window + VERIFIED_ROOM, QuantizedSize(-(-budget // unit) * unit, bits))
-
-    def nbytes(self, layout: KVLayout, means: int) -> int:
-        """Bytes of a buffer, with so many means."""
-        size = BoundedCache.nbytes(layout, means + self.room)
-        return size + (QuantizedKV.bytes_of(layout, *self.quantized) if self.quantized else 0)
-
-    def staging_bytes(self, layout: KVLayout) -> int:
-        """Bytes of what is quantised next, once for all buffers."""
-        return 2 * self.quantized.entries * layout.layer_token_bytes if self.quantized else 0
 
 
 class RetrievedCache(BoundedCache):

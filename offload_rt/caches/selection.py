@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cpu_kv import ChunkMeans, KVLayout, SequenceKV
 from offload_rt.attention.backends import choose_backend, fold
-from offload_rt.attention.mass import SAMPLED_QUERIES
 from offload_rt.attention.sums import AttentionSum
+from offload_rt.caches.sizes import layers_at_a_time
 from offload_rt.host import PendingRead
 
 LAST_QUERIES = 8
@@ -19,12 +19,6 @@ LAST_QUERIES = 8
 
 DECAY = 0.8
 """Factor on older attention mass in each verification. Measured: 0.5 to 0.9 differ little."""
-
-BYTES_PER_SCORE = 37
-"""Bytes that `choose_chunks` needs at its peak for each score, counted on a CPU (36.4) and an H200."""
-
-CHOOSING_BYTES = 2**26
-"""Bytes that choosing on a device may need, for one layer at least."""
 
 Scores = Callable[[int], Tensor]
 """Returns the scores of a layer's chunks, `[kv_heads, chunks]` float32 on the host; thread-safe."""
@@ -108,11 +102,6 @@ class AttentionScores(Selection):
             layout.layers, layout.kv_heads, pages * layout.page_size // chunk, device=device
         )
 
-    @staticmethod
-    def nbytes(layout: KVLayout, heads: int, chunks: int) -> int:
-        """Bytes for so many chunks, and for the mass that a pass keeps until its layer ends; float32."""
-        return 4 * chunks * (layout.layers * layout.kv_heads + SAMPLED_QUERIES * heads)
-
     def add(self, layer: int, total: AttentionSum) -> None:
         total.add_mass_to(self.values[layer], self._decay)
 
@@ -184,17 +173,6 @@ def choose_of_layers(scores: Tensor, count: int) -> Tensor:
     """
     _, heads, chunks = scores.shape
     return torch.cat([choose_chunks(some, count) for some in scores.split(layers_at_a_time(heads, chunks))])
-
-
-def choosing_bytes(layers: int, heads: int, chunks: int, count: int) -> int:
-    """Bytes that `choose_of_layers` needs on the device: its temporaries, and the choice itself twice."""
-    portion = min(layers, layers_at_a_time(heads, chunks))
-    return BYTES_PER_SCORE * portion * heads * chunks + 2 * 24 * layers * heads * count
-
-
-def layers_at_a_time(heads: int, chunks: int) -> int:
-    """Number of layers whose chunks are chosen at once."""
-    return max(1, CHOOSING_BYTES // (BYTES_PER_SCORE * heads * max(1, chunks)))
 
 
 def top_chunks(scores: Tensor, count: int, first: int = 1) -> Tensor:

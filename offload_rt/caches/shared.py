@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cpu_kv import KVLayout
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.remote import CpuAttention
+from offload_rt.caches.sizes import SHARED_PORTION
 
 
 class SharedCache(BoundedCache):
@@ -23,8 +23,7 @@ class SharedCache(BoundedCache):
     """
 
     recordable = False
-    PORTION = 64
-    """Most verified tokens appended at once; then full pages are left to the store."""
+    PORTION = SHARED_PORTION
 
     def __init__(self, source: FullCache, pool: BufferPool | None = None) -> None:
         entries = source.layout.page_size + self.PORTION
@@ -33,11 +32,6 @@ class SharedCache(BoundedCache):
         )
         self._source = source
         self._cpu = None if source.device.type == "cpu" else CpuAttention(0, source.device)
-
-    @classmethod
-    def nbytes_of(cls, layout: KVLayout) -> int:
-        """Bytes of its buffer."""
-        return cls.nbytes(layout, layout.page_size + cls.PORTION)
 
     @property
     def _paged(self) -> int:

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,43 +29,6 @@ Results = list[Tensor]
 
 OnSegment = Callable[[int, int, Sequence[KeysValues]], object]
 """Called with a layer, the position of a segment, and its keys and values in pieces."""
-
-
-@dataclass(frozen=True)
-class GpuTier:
-    """Number of tokens per layer that another GPU attends.
-
-    Attributes:
-        resident_tokens: the first ones, kept on that GPU.
-        streamed_tokens: the next ones, which cross its link in every pass.
-    """
-
-    resident_tokens: int = 0
-    streamed_tokens: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.resident_tokens + self.streamed_tokens
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """Number of tokens per layer in each tier but the streamed one; multiples of the store's page.
-
-    Attributes:
-        resident_tokens: kept on the device.
-        cpu_tokens: attended by the CPU, behind the resident ones.
-        gpus: attended by other GPUs, in this order, behind those.
-        packed: what stays on GPUs is packed as in the store.
-    """
-
-    resident_tokens: int = 0
-    cpu_tokens: int = 0
-    gpus: tuple[GpuTier, ...] = ()
-    packed: bool = True
-
-
-EVERYTHING_STREAMED = Tiers()
 
 
 class Tier(ABC):
@@ -195,12 +157,6 @@ class Tail:
         shape = (layout.layers, 2, layout.kv_heads, layout.page_size + 64, layout.head_dim)
         with torch.inference_mode(False):  # it may be made in that mode and used outside of it
             self.buffer = KVBuffer(torch.empty(shape, dtype=layout.dtype, device=device))
-
-    @staticmethod
-    def nbytes(layout: KVLayout, heads: int, queries: int) -> int:
-        """Bytes for a page of committed tokens and a pass of so many, whose queries are kept too."""
-        kept = queries * layout.layers * heads * layout.head_dim * layout.dtype.itemsize
-        return (layout.page_size + queries) * layout.token_bytes + kept
 
     @property
     def start(self) -> int:

@@ -54,17 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
     from dataclasses import replace
     from functools import partial
 
-    import torch
-
     from offload_rt.machine.inspection import inspect
-    from offload_rt.model.loading import choose_dtype
+    from offload_rt.model.dtypes import choose_element
     from offload_rt.model.local_models import local_models
     from offload_rt.planning.local_plans import local_plans
 
     console = Console(quiet=False)
     hardware = inspect(on_progress=console.progress).hardware
     hardware = replace(hardware, gpus=hardware.gpus[:1])
-    dtype = partial(choose_dtype, arguments.dtype, torch.device("cuda" if hardware.gpus else "cpu"))
+    dtype = partial(choose_element, arguments.dtype, bool(hardware.gpus))
     console.working("models", "reading configurations")
     found = local_models(folders, console.notice)
     plans = local_plans(found, load_configs(AUTO), hardware, dtype, arguments.context)

@@ -109,24 +109,19 @@ class ListNames(argparse.Action):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # A card is checked before the configs: levels check those too, and import torch, which takes seconds.
     overrides = dict(arguments.overrides) | ({"offload.ahead": 0} if arguments.no_ahead else {})
-    hardware = _hardware(arguments) if arguments.gpu is not None else None
-    configs = load_configs(arguments.config, overrides)
-    hardware = hardware or _hardware(arguments)
-
-    from torch import device
+    configs, hardware = load_configs(arguments.config, overrides), _hardware(arguments)
 
     from offload_rt.commands import plan_report
     from offload_rt.levels.base import needs_draft_model, possible
-    from offload_rt.model.loading import choose_dtype
+    from offload_rt.model.dtypes import choose_element
     from offload_rt.planning.placement import PlanRequest
     from offload_rt.planning.planner import ranked, unquantized_experts
 
     target, tokens, stretched = _target(arguments)
     context, new_tokens = _sizes(tokens, arguments.new_tokens)
-    place = device("cuda" if hardware.gpus else "cpu")
-    target = replace(target, dtype=choose_dtype(arguments.dtype, place, target.dtype) or target.dtype)
+    dtype = choose_element(arguments.dtype, bool(hardware.gpus), target.dtype)
+    target = replace(target, dtype=dtype or target.dtype)
 
     def planned_with(small: ModelShape | None) -> list[Plan]:
         return ranked(
@@ -204,14 +199,15 @@ def _draft(
 ) -> tuple[ModelShape | None, str | None]:
     """Returns the shape of the draft that the flags name, and a note where it was chosen by its plan."""
     from offload_rt.model.hub import DEMO, DEMO_DRAFT, DEMO_PARTS
-    from offload_rt.model.loading import load_tokenizer, model_source
-    from offload_rt.model.local_models import local_drafts
     from offload_rt.model.named_shapes import find_shape
-    from offload_rt.planning.local_plans import choose_draft
 
     draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
     if draft != AUTO:
         return None if draft == NO_DRAFT else find_shape(draft, target.dtype), None
+    from offload_rt.model.loading import load_tokenizer, model_source  # with torch, which takes a second
+    from offload_rt.model.local_models import local_drafts
+    from offload_rt.planning.local_plans import choose_draft
+
     source = model_source(arguments.model)
     if arguments.model not in DEMO_PARTS and not Path(source).is_dir() and "/" not in arguments.model:
         return None, f"draft auto: none; {arguments.model} is a shape alone, without a tokenizer"

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offload_rt.machine.hardware import GIB, KNOWN_GPUS
-from offload_rt.model.named_shapes import find_shape, names
+from offload_rt.model.named_shapes import SHAPES
 
 
 def known_names() -> Iterator[str]:
     """Yields the lines of `plan --list`: all models, then all cards, with the sizes that decide."""
     kv = "KV per 1,024 tokens, GiB"
     yield f"{'model':<22} {'parameters':>10} {'weights, GiB':>13} {kv:>25} {'positions':>10}"
-    for name in names():
-        shape = find_shape(name, None)
+    for name, shape in SHAPES.items():
         yield (
             f"{name:<22} {shape.parameters / 1e9:>8.2f} B {shape.weight_bytes / GIB:>13.1f}"
             f" {1024 * shape.token_bytes / GIB:>25.3f} {shape.max_positions:>10,}"

@@ -64,7 +64,7 @@ def to_json(plans: Sequence[Plan]) -> dict[str, object]:
 
 def _model(shape: ModelShape) -> dict[str, object]:
     quantization = shape.quantization.name if shape.quantization is not None else None
-    dtype = str(shape.dtype).removeprefix("torch.")
+    dtype = str(shape.dtype)
     return {
         "name": shape.name,
         "dtype": dtype,
@@ -105,7 +105,7 @@ def _subject(planned: Plan) -> str:
     """Returns a line on what was planned."""
     request = planned.request
     draft = f" and {request.draft.name}" if request.draft is not None else ""
-    dtype = str(request.target.dtype).removeprefix("torch.")
+    dtype = str(request.target.dtype)
     if request.target.quantized and request.target.quantization is not None:
         dtype += f" with {request.target.quantization.name} weights"
     new = f"prompt of {request.context:,} tokens, {request.new_tokens:,} new"

@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import repeat
 
-from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
+from cpu_kv import CpuLink, CudaLink, ElementType, Link, PagedKVStore
 from offload_rt.attention.backends import choose_backend, use_triton
-from offload_rt.caches.tiers import EVERYTHING_STREAMED, GpuTier, Tiers
+from offload_rt.caches.sizes import EVERYTHING_STREAMED, GpuTier, Tiers, stored_layout
 from offload_rt.config import Config
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import Heads
@@ -25,11 +25,12 @@ from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.inventory import native_kernel
 from offload_rt.machine.memory import available_memory
 from offload_rt.machine.recommendations import without_kernel
+from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import BatchRunner, PassThread
-from offload_rt.model.shape import ModelShape, shape_of
-from offload_rt.page_codec import machine_codec, stored_layout
+from offload_rt.model.shape import ModelShape
+from offload_rt.page_codec import machine_codec
 from offload_rt.planning.placement import (
     PlanRequest,
     available,
@@ -300,7 +301,7 @@ class Engine:
     @cached_property
     def _shapes(self) -> tuple[ModelShape, ModelShape | None]:
         target, draft = (
-            None if model is None else shape_of(model.module, model.dtype, model.name)
+            None if model is None else shape_of(model.module, ElementType.of(model.dtype), model.name)
             for model in (self.target, self.draft)
         )
         assert target is not None

@@ -18,8 +18,8 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.local import LocalState
 from offload_rt.caches.remote import CpuAttention, GpuAttention, RemoteAttention
 from offload_rt.caches.selection import LAST_QUERIES
+from offload_rt.caches.sizes import EVERYTHING_STREAMED, Tiers
 from offload_rt.caches.split import SplitCache
-from offload_rt.caches.tiers import EVERYTHING_STREAMED, Tiers
 from offload_rt.config import Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.head_drafter import Heads

@@ -10,23 +10,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from transformers import PreTrainedTokenizerBase
-
-from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.buffers import BufferPool
-from offload_rt.caches.full import FullCache
-from offload_rt.caches.split import SplitCache
 from offload_rt.config import Config, LevelConfig
-from offload_rt.drafting.base import Drafter
-from offload_rt.drafting.head_drafter import Heads
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.drafting.verifier import Sampling
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
-from offload_rt.second_device import SecondDevice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from offload_rt.caches.bounded import BoundedCache
+    from offload_rt.caches.buffers import BufferPool
+    from offload_rt.caches.full import FullCache
+    from offload_rt.caches.split import SplitCache
+    from offload_rt.drafting.base import Drafter
+    from offload_rt.drafting.head_drafter import Heads
+    from offload_rt.drafting.verifier import Sampling
+    from offload_rt.model.runner import CausalModel
+    from offload_rt.second_device import SecondDevice
 
 Memory = dict[str, int]
 """Bytes by purpose."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from offload_rt.config import require
-from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.expectations import HEAD_ACCEPTANCE
-from offload_rt.drafting.head_drafter import HeadDrafter, Heads
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes
-from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import head_shape
+
+if TYPE_CHECKING:
+    from offload_rt.drafting.base import Drafter
+    from offload_rt.drafting.head_drafter import Heads
+    from offload_rt.model.runner import CausalModel
 
 
 class HeadLevel(Level):
@@ -33,6 +37,8 @@ class HeadLevel(Level):
     def drafter(
         self, below: Drafter, shape_below: DraftShape, shape: DraftShape, resources: Resources
     ) -> Drafter:
+        from offload_rt.drafting.head_drafter import HeadDrafter  # with torch, which a plan does not need
+
         return HeadDrafter(resources.heads.of(self.config.head, resources.target), resources.sampling)
 
     def check(self, key: str) -> None:

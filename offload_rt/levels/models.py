@@ -1,4 +1,7 @@
-"""Levels that run a model over a bounded cache: the small model, or the target over a part of its KV."""
+"""Levels that run a model over a bounded cache: the small model, or the target over a part of its KV.
+
+Caches and drafters are imported where they are built: a plan needs neither, nor torch.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,38 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from offload_rt.attention.backends import choose_backend
-from offload_rt.attention.quantized import QuantizedKV
-from offload_rt.caches.bounded import SPECULATIVE_ENTRIES, BoundedCache
-from offload_rt.caches.buffers import mean_slots_for
-from offload_rt.caches.local import LocalState
-from offload_rt.caches.refresh import gathering_bytes
-from offload_rt.caches.retrieved import RetrievedCache, RetrievedSize
-from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores, Selection, choosing_bytes
-from offload_rt.caches.shared import SharedCache
-from offload_rt.caches.split import ModelLayers, SourceLayers, SplitCache
-from offload_rt.caches.streaming import StreamingCache
-from offload_rt.drafting.base import Drafter
+from offload_rt.caches.sizes import (
+    SPECULATIVE_ENTRIES,
+    RetrievedSize,
+    bounded_bytes,
+    choosing_bytes,
+    gathering_bytes,
+    mean_slots_for,
+    score_bytes,
+    shared_bytes,
+)
 from offload_rt.drafting.expectations import (
     SAME_MODEL_ACCEPTANCE,
     SMALL_MODEL_ACCEPTANCE,
     rejections,
 )
-from offload_rt.drafting.head_drafter import Heads
-from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.levels.base import Cost, Level, Memory, Rates, Resources, Sizes, local_memory
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
-from offload_rt.second_device import SecondDevice
+
+if TYPE_CHECKING:
+    from offload_rt.caches.bounded import BoundedCache
+    from offload_rt.caches.selection import Selection
+    from offload_rt.caches.split import SplitCache
+    from offload_rt.drafting.base import Drafter
+    from offload_rt.drafting.head_drafter import Heads
+    from offload_rt.drafting.model_drafter import ModelDrafter
+    from offload_rt.model.runner import CausalModel
+    from offload_rt.second_device import SecondDevice
 
 CHOOSING_NS = 10
 """Time on the host to choose chunks, for each score of a layer and KV head: 7 to 22 on one server core."""
@@ -46,7 +53,6 @@ DECODED_SHARE = 0.9
 class ModelLevel(Level):
     """A model over a bounded cache."""
 
-    drafter_class: type[ModelDrafter] = ModelDrafter
     splits: ClassVar[bool] = True
     """Its cache may be split by layers between two devices."""
 
@@ -64,6 +70,13 @@ class ModelLevel(Level):
                 f"config {self.config.name}: {self.name} drafts with a part of the target's KV, and no"
                 f" layer of {target.name} attends to more than a window; use config lookup, naive or plain"
             )
+
+    @property
+    def drafter_class(self) -> type[ModelDrafter]:
+        """The class of its drafter."""
+        from offload_rt.drafting.model_drafter import ModelDrafter
+
+        return ModelDrafter
 
     @abstractmethod
     def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
@@ -125,6 +138,8 @@ class ModelLevel(Level):
     def drafter(
         self, below: Drafter, shape_below: DraftShape, shape: DraftShape, resources: Resources
     ) -> Drafter:
+        from offload_rt.caches.bounded import BoundedCache
+
         model = self.model(resources)
         plan = model.layer_plan(self.settings.layers)
         second = resources.second if self.splits and self.config.offload.group_devices == 2 else None
@@ -157,6 +172,8 @@ class ModelLevel(Level):
         self, model: CausalModel, resources: Resources, plan: LayerPlan, second: SecondDevice
     ) -> SplitCache:
         """Builds the cache in two parts, each on the device that attends its layers."""
+        from offload_rt.caches.split import ModelLayers, SourceLayers, SplitCache
+
         model.remote_blocks.take(second, sorted(plan.remote))
         home = [layer for layer in range(model.layers) if layer not in plan.remote]
         # A pass streams its segments to the first device alone, and both parts must be refreshed together.
@@ -186,13 +203,17 @@ class WindowLevel(ModelLevel):
         return self._window
 
     def cache_bytes(self, sizes: Sizes) -> int:
-        return BoundedCache.nbytes(self.shape(sizes).layout(1), self._window)
+        return bounded_bytes(self.shape(sizes).layout(1), self._window)
 
     @property
     def _window(self) -> int:
         return self.config.draft.sinks + self.config.draft.window
 
     def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+        from offload_rt.attention.backends import choose_backend
+        from offload_rt.caches.local import LocalState
+        from offload_rt.caches.streaming import StreamingCache
+
         draft, full, device = self.config.draft, resources.full, model.rotary_frequencies.device
         return StreamingCache(
             model.kv_layout(),
@@ -212,7 +233,12 @@ class SmallModelLevel(WindowLevel):
     name = "draft:streaming"
     rank = 40
     needs_draft_model = True
-    drafter_class = SmallModelDrafter
+
+    @property
+    def drafter_class(self) -> type[ModelDrafter]:
+        from offload_rt.drafting.model_drafter import SmallModelDrafter
+
+        return SmallModelDrafter
 
     def model(self, resources: Resources) -> CausalModel:
         assert (
@@ -271,7 +297,7 @@ class RetrievedLevel(ModelLevel):
         seen = super()._seen(sizes)
         if size.quantized is None or not layout.token_bytes:
             return seen
-        share = QuantizedKV.bytes_of(layout, *size.quantized) / (size.quantized.entries * layout.token_bytes)
+        share = size.quantized.nbytes(layout) / (size.quantized.entries * layout.token_bytes)
         share = max(share, DECODED_SHARE) if sizes.in_place else share
         chosen = max(0, min(retrieval.budget, sizes.context) - retrieval.recent)
         return seen - round(chosen * (1 - share))
@@ -288,7 +314,7 @@ class RetrievedLevel(ModelLevel):
         scored = retrieval.select != "mean_keys"
         chunks, count = tokens // retrieval.chunk, retrieval.budget // retrieval.chunk
         if scored:
-            memory["scores"] = AttentionScores.nbytes(layout, target.heads, chunks)
+            memory["scores"] = score_bytes(layout, target.heads, chunks)
         if sizes.in_place:
             return memory
         if scored:
@@ -330,6 +356,8 @@ class RetrievedLevel(ModelLevel):
         return retrieval.chunk if retrieval.select == "mean_keys" else None, retrieval.rest
 
     def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+        from offload_rt.caches.retrieved import RetrievedCache
+
         retrieval, in_place = self.config.retrieval, resources.full.engine.link.in_place
         return RetrievedCache(
             resources.full,
@@ -345,6 +373,8 @@ class RetrievedLevel(ModelLevel):
         )
 
     def _selection(self, resources: Resources) -> Selection:
+        from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores
+
         retrieval, full = self.config.retrieval, resources.full
         if retrieval.select == "mean_keys":
             return MeanKeyScores(full.layout, full.sequence.summaries)
@@ -372,7 +402,7 @@ class SharedLevel(ModelLevel):
     splits = False  # the CPU attends it
 
     def memory(self, sizes: Sizes) -> Memory:
-        return {"shared_cache": SharedCache.nbytes_of(sizes.target.layout(self.config.store.page))}
+        return {"shared_cache": shared_bytes(sizes.target.layout(self.config.store.page))}
 
     def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
         sizes = rates.request
@@ -382,4 +412,6 @@ class SharedLevel(ModelLevel):
         return rates.step(shape, queries) + Cost(attending)
 
     def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+        from offload_rt.caches.shared import SharedCache
+
         return SharedCache(resources.full, resources.pool)

@@ -1,20 +1,25 @@
-"""Levels without a model: they look up what followed the end of the sequence where it occurred before."""
+"""Levels without a model: they look up what followed the end of the sequence where it occurred before.
+
+The look-ups are imported where they are built: a plan needs none of them, nor torch.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import ClassVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, ClassVar
 
 from offload_rt.config import require
-from offload_rt.drafting.base import Drafter
-from offload_rt.drafting.datastore import Datastore
 from offload_rt.drafting.expectations import LOOKUP_ACCEPTANCE
 from offload_rt.drafting.shapes import DraftShape
-from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
 from offload_rt.levels.base import Level, Resources, Sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from offload_rt.drafting.base import Drafter
+    from offload_rt.drafting.datastore import Datastore
+    from offload_rt.drafting.sources import Source
 
 
 class SourceLevel(Level):
@@ -52,6 +57,8 @@ class LookupLevel(SourceLevel):
     rank = 0
 
     def source(self) -> Source:
+        from offload_rt.drafting.sources import NGrams
+
         return NGrams(self.config.lookup.max_ngram, self.config.lookup.min_ngram)
 
 
@@ -62,6 +69,8 @@ class SuffixLevel(SourceLevel):
     rank = 10
 
     def source(self) -> Source:
+        from offload_rt.drafting.sources import SuffixAutomaton
+
         return SuffixAutomaton(self.config.lookup.min_ngram)
 
 
@@ -73,6 +82,8 @@ class DatastoreLevel(SourceLevel):
     shapes = ("chain", "grown")
 
     def source(self) -> Datastore:
+        from offload_rt.drafting.datastore import Datastore
+
         stored = self.config.datastore
         return Datastore(Path(stored.path), stored.longest, stored.occurrences)
 

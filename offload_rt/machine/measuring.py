@@ -24,7 +24,8 @@ from offload_rt.host import to_host
 from offload_rt.machine.hardware import AttentionRate, Gpu, Host, ProductRate
 from offload_rt.machine.inventory import GpuFacts, Link, link_now
 from offload_rt.model.passes import PassInput
-from offload_rt.model.quantization import INT8, NF4, Quantization, quantized_linear
+from offload_rt.model.quantization import INT8, NF4, Quantization
+from offload_rt.model.quantized_weights import quantized_linear
 from offload_rt.model.runner import CausalModel
 
 CPU = torch.device("cpu")

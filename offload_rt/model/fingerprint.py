@@ -12,7 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from offload_rt.model.quantization import bitsandbytes_scales, named_weights
+from cpu_kv.sizes import dtype_name
+from offload_rt.model.quantized_weights import bitsandbytes_scales, named_weights
 from offload_rt.model.runner import CausalModel
 
 _CHUNK = 2**20
@@ -56,7 +57,7 @@ class Fingerprint:
         layout = model.kv_layout()
         return cls(
             (layout.layers, layout.kv_heads, layout.head_dim),
-            str(model.dtype).removeprefix("torch."),
+            dtype_name(model.dtype),
             (*model.rotary_frequencies.double().tolist(), model.rotary_factor),
             tokenizer,
             weights_digest(model),

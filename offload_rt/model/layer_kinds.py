@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from transformers import PreTrainedModel
+from cpu_kv.sizes import Element, ElementType
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,27 @@ class LayerKinds:
     def local(self) -> bool:
         """Some layers keep something else than the KV of the whole sequence."""
         return bool(self.windowed or self.recurrent)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Sizes of one layer with a recurrent state; of several kinds of layers the largest.
+
+    Attributes:
+        parameters: weights of its mixer.
+        elements: numbers of its state that have the model's data type: the last inputs of a convolution.
+        exact_elements: those that are float32 whatever the model's data type.
+        working_bytes: memory for each token of a long pass, in bfloat16 and without fused kernels.
+    """
+
+    parameters: int
+    elements: int
+    exact_elements: int = 0
+    working_bytes: int = field(default=0, compare=False)  # depends on the versions of libraries
+
+    def state_bytes(self, dtype: Element) -> int:
+        """Returns the bytes of the state of one layer of a model of that data type."""
+        return self.elements * dtype.itemsize + self.exact_elements * ElementType.FLOAT32.itemsize
 
 
 def layer_kinds(model: PreTrainedModel) -> LayerKinds:

@@ -23,18 +23,25 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from cpu_kv import ElementType
 from offload_rt.errors import UsageError, briefly, first_line
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB
 from offload_rt.model.architecture import EMBEDDINGS, FINAL_NORMS
 from offload_rt.model.checkpoint_config import model_config
+from offload_rt.model.dtypes import choose_element
 from offload_rt.model.generation import load_generation_config
 from offload_rt.model.hub import DEMO, DEMO_PARTS, located
 from offload_rt.model.processor_template import processor_template
-from offload_rt.model.quantization import Quantization, check_sizes, move_scales, stored_bytes
+from offload_rt.model.quantized_checkpoints import (
+    cast_others,
+    installed_quantization,
+    load_options,
+    stated_quantization,
+)
+from offload_rt.model.quantized_weights import check_sizes, move_scales, stored_bytes
 from offload_rt.model.remote_mlp import place_mlps
 from offload_rt.model.rope import Yarn
-from offload_rt.native import load_kernel
 from offload_rt.settings import NO_QUANTIZATION
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "pair"
@@ -95,22 +102,14 @@ def choose_devices(names: str) -> tuple[torch.device, ...]:
 
 
 def choose_dtype(name: str, device: torch.device, own: object) -> torch.dtype | None:
-    """Returns the dtype of that name; None means the checkpoint's own (`auto` on a GPU).
-
-    `auto` on a CPU is bfloat16 for a checkpoint in bfloat16 where the processor has its dot products, else
-    float32: few CPUs multiply 16-bit numbers faster, and bfloat16 would round the weights of others.
+    """Returns the torch dtype that `choose_element` decides on; None means the checkpoint's own.
 
     Args:
-        own: the checkpoint's, by its config; None: it names none.
+        own: the checkpoint's, by its config; of any other type: it names none.
     """
-    if name == "auto":
-        if device.type != "cpu":
-            return None
-        kernel = load_kernel() if own == torch.bfloat16 else None
-        return torch.bfloat16 if kernel is not None and kernel.bfloat16_dots else torch.float32
-    if name not in DTYPES:
-        raise UsageError(f"dtype {name!r} is unknown: use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    known = ElementType.of(own) if own in DTYPES.values() else None
+    chosen = choose_element(name, device.type != "cpu", known)
+    return None if chosen is None else DTYPES[str(chosen)]
 
 
 def demo_model(part: str) -> Path:
@@ -209,10 +208,10 @@ def load_model(
     """
     name = str(source)
     config = checked_config(source, rope, quantize)
-    quantization, options = Quantization.find(config, name, quantize), {}
+    quantization, options = stated_quantization(config, name, quantize), {}
     if quantization is not None:
         # What another GPU gets must not need memory of this one first.
-        options = quantization.prepare(config, dtype, torch.device("cpu") if remote_mlps else device)
+        options = load_options(quantization, config, dtype, torch.device("cpu") if remote_mlps else device)
     model, report = _read_weights(
         source, config, dtype, options, partial(on_progress, phase) if on_progress else None
     )
@@ -220,7 +219,7 @@ def load_model(
     _check_report(name, report, expanded=quantization is not None and quantization.bits is None)
     check_sizes(model, name)
     if quantization is not None:
-        quantization.cast_others(model, dtype)
+        cast_others(quantization, model, dtype)
     gib = stored_bytes(model) / GIB
     try:
         placed: PreTrainedModel = place_mlps(model, device, *remote_mlps or (device, 0))
@@ -283,7 +282,7 @@ def checked_config(
         UsageError: see `load_model`; the files of a hub ID are not looked at.
     """
     config = model_config(source, rope)
-    quantization = Quantization.installed(config, str(source), quantize)
+    quantization = installed_quantization(config, str(source), quantize)
     if Path(source).exists():
         _check_weights(Path(source), quantized=quantization is not None and quantize == NO_QUANTIZATION)
     return config

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.checkpoint_config import model_config
+from offload_rt.model.config_shapes import from_config
 from offload_rt.model.hub import DEMO_PARTS
 from offload_rt.model.loading import (
     check_same_tokens,
@@ -25,7 +26,7 @@ from offload_rt.model.loading import (
     load_tokenizer,
     weight_files,
 )
-from offload_rt.model.shape import ModelShape, from_config
+from offload_rt.model.shape import ModelShape
 from offload_rt.settings import load_settings
 
 FEWER_PARAMETERS = 4

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from huggingface_hub import try_to_load_from_cache
-
+from cpu_kv import ElementType
 from offload_rt.errors import UsageError
-from offload_rt.model.checkpoint_config import model_config
-from offload_rt.model.hub import DEMO_PARTS
-from offload_rt.model.layer_kinds import LayerKind, LayerKinds
-from offload_rt.model.loading import model_source
+from offload_rt.model.hub import DEMO, DEMO_DRAFT
+from offload_rt.model.layer_kinds import LayerKind, LayerKinds, Recurrence
 from offload_rt.model.quantization import Quantization, packed_mxfp4
-from offload_rt.model.recurrence import Recurrence
 from offload_rt.model.rope import Yarn
-from offload_rt.model.shape import DUAL_CHUNK, ModelShape, from_config
+from offload_rt.model.shape import DUAL_CHUNK, ModelShape
 from offload_rt.settings import NO_QUANTIZATION
 
 
@@ -86,6 +80,11 @@ def _qwen_next(
     state = Recurrence(weights, 4 * convolved, values * 128**2, working_bytes=values * 6600)
     shape = replace(shape, recurrence=state, max_positions=262_144, rope_scaled=False)
     return replace(shape, family=family, tied=tied)
+
+
+def _embedded(name: str, layers: int, hidden: int, mlp: int, heads: int, parameters: int) -> ModelShape:
+    shape = ModelShape(name, layers, hidden, mlp, heads, heads, 64, 4096, parameters, tied=True)
+    return replace(shape, max_positions=262_144, family="llama", rope_scaled=False)
 
 
 SHAPES = {
@@ -191,6 +190,9 @@ SHAPES = {
         ModelShape("tinyllama-1.1b", 22, 2048, 5632, 32, 4, 64, 32000, 1_100_048_384, max_positions=2048),
         ModelShape("llama3.2-1b", 16, 2048, 8192, 32, 8, 64, 128256, 1_235_814_400, tied=True),
         ModelShape("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 64, 151936, 494_032_768, tied=True),
+        # The embedded pair.
+        _embedded(DEMO, 4, 256, 768, 4, 4_458_752),
+        _embedded(DEMO_DRAFT, 2, 128, 384, 2, 950_912),
     )
 }
 """Models by name, with the sizes of their published configs, in bfloat16."""
@@ -200,11 +202,6 @@ PUBLISHED = {"gpt_oss": packed_mxfp4()}
 
 _VARIANT = re.compile(r"meta|instruct|chat|base|hf|it|2501|2506|2512")
 """Parts of a checkpoint's name that say nothing of its shape."""
-
-
-def names() -> Iterator[str]:
-    """Yields the names of `SHAPES`, and those of the embedded pair."""
-    yield from (*SHAPES, *DEMO_PARTS)
 
 
 def known_name(name: str) -> str | None:
@@ -225,11 +222,11 @@ def known_name(name: str) -> str | None:
 
 def find_shape(
     source: str | Path,
-    dtype: torch.dtype | None,
+    dtype: ElementType | None,
     rope: Yarn | None = None,
     quantize: str = NO_QUANTIZATION,
 ) -> ModelShape:
-    """Returns the shape of a model by a name from `SHAPES` or `DEMO_PARTS`, or from a folder or a hub ID.
+    """Returns the shape of a model by a name from `SHAPES`, or from a folder or a hub ID.
 
     Reads no weights. A checkpoint's name, with or without its owner, such as Llama-3.1-8B-Instruct, is a name
     too: the hub is not asked for it, and its config is read only if the hub's cache holds it.
@@ -243,18 +240,21 @@ def find_shape(
         UsageError: no such name or folder, or a model that the runtime does not support.
     """
     name = str(source)
-    if name in DEMO_PARTS:
-        return from_config(model_config(model_source(name), rope), dtype, name, quantize)
     known = known_name(name)
     if name not in SHAPES and ("/" in name or Path(name).exists()):
+        from huggingface_hub import try_to_load_from_cache
+
         config = try_to_load_from_cache(name, "config.json") if known is not None else None
         if known is None or isinstance(config, str):
+            from offload_rt.model.checkpoint_config import model_config  # with torch
+            from offload_rt.model.config_shapes import from_config
+
             folder = Path(config).parent if isinstance(config, str) else source
             return from_config(model_config(folder, rope), dtype, name, quantize)
     if known is None:
         raise UsageError(
             f"model {name}: there is no such folder, and no shape of that name; there are "
-            f"{', '.join((*SHAPES, *DEMO_PARTS))}; or give a hub ID such as owner/{name}"
+            f"{', '.join(SHAPES)}; or give a hub ID such as owner/{name}"
         )
     shape = SHAPES[known]
     if rope is not None:

@@ -10,7 +10,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,34 +20,13 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from offload_rt.errors import UsageError, first_line
-from offload_rt.model.layer_kinds import LayerKinds
+from offload_rt.model.layer_kinds import LayerKinds, Recurrence
 
 PROBED = torch.bfloat16
 """Data type in which a layer is tried, so that what it keeps in float32 all the same is seen."""
 _KERNELS = re.compile("flash-linear-attention|causal[-_]conv1d|mamba[-_]ssm")
 TOKENS = 256
 """Tokens of a trial: a whole number of the chunks in which mixers work."""
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """Sizes of one layer with a recurrent state; of several kinds of layers the largest.
-
-    Attributes:
-        parameters: weights of its mixer.
-        elements: numbers of its state that have the model's data type: the last inputs of a convolution.
-        exact_elements: those that are float32 whatever the model's data type.
-        working_bytes: memory for each token of a long pass, in bfloat16 and without fused kernels.
-    """
-
-    parameters: int
-    elements: int
-    exact_elements: int = 0
-    working_bytes: int = field(default=0, compare=False)  # depends on the versions of libraries
-
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of the state of one layer of a model of that data type."""
-        return self.elements * dtype.itemsize + self.exact_elements * torch.float32.itemsize
 
 
 @contextmanager

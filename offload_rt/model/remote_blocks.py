@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload_rt.model.quantization import stored_bytes
+from offload_rt.model.quantized_weights import stored_bytes
 from offload_rt.second_device import SecondDevice
 
 

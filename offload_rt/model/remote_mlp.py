@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from cpu_kv.mapped import PeerCopies
 from cpu_kv.streams import follower
 from offload_rt.errors import UsageError
-from offload_rt.model.quantization import stored_bytes
+from offload_rt.model.quantized_weights import stored_bytes
 
 
 class RemoteMlp(torch.nn.Module):

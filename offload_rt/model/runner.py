@@ -42,7 +42,7 @@ from offload_rt.model.dense_layers import computes_the_same, dense_head, dense_l
 from offload_rt.model.layer_kinds import layer_kinds
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
-from offload_rt.model.quantization import stored_bytes
+from offload_rt.model.quantized_weights import stored_bytes
 from offload_rt.model.recurrence import missing_kernels
 from offload_rt.model.remote_blocks import RemoteBlocks, RemotePass
 from offload_rt.model.remote_mlp import RemoteMlp

@@ -6,26 +6,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-
-from cpu_kv import KVLayout
-from offload_rt.errors import UsageError, first_line
-from offload_rt.model.attention_hook import refuse_unsupported
-from offload_rt.model.layer_kinds import LayerKind, LayerKinds, layer_kinds
+from cpu_kv import ElementType, KVSizes
+from offload_rt.model.layer_kinds import LayerKind, LayerKinds, Recurrence
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.quantization import Quantization
-from offload_rt.model.recurrence import Recurrence, recurrence_of
 from offload_rt.model.rope import Yarn
-from offload_rt.settings import NO_QUANTIZATION
 
 if TYPE_CHECKING:
     from offload_rt.model.runner import CausalModel
 
-_MLP_WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim")
-"""Names of the width inside an MLP in a config."""
 MOST_STRETCHED = 8
 """Largest factor of YaRN that a message suggests."""
 
@@ -49,7 +40,7 @@ class ModelShape:
     tied: bool = False  # the output head shares the embedding's weights
     mlp_parameters: int = 0  # of the MLP of each layer; 0: three matrices, as in Llama
     max_positions: int = 131_072  # tokens of the longest sequence that its positions are valid for
-    dtype: torch.dtype = torch.bfloat16  # of weights and KV
+    dtype: ElementType = ElementType.BFLOAT16  # of weights and KV
     family: str = field(default="", compare=False)  # type of the architecture, as transformers calls it
     rope_scaled: bool = field(default=True, compare=False)  # its positions are stretched already
     ignored: str = field(default="", compare=False)  # what a plan leaves out of account
@@ -142,9 +133,9 @@ class ModelShape:
         """Drafts for it, and by it, may branch: it has no recurrent state, which follows one path alone."""
         return not self.kinds.recurrent
 
-    def layout(self, page: int) -> KVLayout:
-        """Returns the layout of its KV in the store, in pages of `page` tokens."""
-        return KVLayout(self.paged_layers, self.kv_heads, self.head_dim, self.dtype, page)
+    def layout(self, page: int) -> KVSizes:
+        """Returns the sizes of its KV in the store, in pages of `page` tokens."""
+        return KVSizes(self.paged_layers, self.kv_heads, self.head_dim, self.dtype, page)
 
     def running(self, plan: LayerPlan) -> ModelShape:
         """Returns the shape of the blocks that `plan` does not leave out."""
@@ -245,100 +236,3 @@ def yarn_hint(model: ModelShape | CausalModel, tokens: int) -> str:
         return ""
     key = '"rope_parameters" with "rope_type": "yarn" in its config.json'
     return f"; or stretch its positions with YaRN: --rope yarn:{factor}, or {key}"
-
-
-def from_config(
-    config: PretrainedConfig, dtype: torch.dtype | None, name: str, quantize: str = NO_QUANTIZATION
-) -> ModelShape:
-    """Returns the shape that a transformers config describes.
-
-    Args:
-        dtype: of weights and KV; None: the config's own, float32 where it names none.
-        quantize: nf4 or int8: its weights are quantised as they load.
-
-    Raises:
-        UsageError: for an architecture or a quantisation that the runtime does not support.
-    """
-    try:
-        model = _without_memory(config)
-    except Exception as error:  # transformers raises many types for one thing
-        kind = ", ".join(config.architectures or [config.model_type])
-        raise UsageError(
-            f"model {name} ({kind}): is no causal language model: {first_line(error)}"
-        ) from error
-    refuse_unsupported(model, name)
-    return shape_of(model, dtype, name, quantize)
-
-
-def _without_memory(config: PretrainedConfig) -> PreTrainedModel:
-    """Returns a model of modules and sizes alone, none of them quantised."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
-
-
-def ignored_parts(config: PretrainedConfig) -> str:
-    """Returns a note on what a config asks for and the runtime leaves out; empty for nothing."""
-    return DUAL_CHUNK if getattr(config.get_text_config(), "dual_chunk_attention_config", None) else ""
-
-
-def shape_of(
-    model: PreTrainedModel, dtype: torch.dtype | None, name: str, quantize: str = NO_QUANTIZATION
-) -> ModelShape:
-    """Returns the shape of a transformers model.
-
-    Args:
-        dtype: of weights and KV; None: the config's own, float32 where it names none.
-        quantize: nf4 or int8: its weights are quantised as they load.
-    """
-    quantization = Quantization.find(model.config, name, quantize)
-    if quantization is not None and model.device.type != "meta":
-        model = _without_memory(model.config)
-    text = model.config.get_text_config()
-    heads: int = getattr(text, "num_attention_heads", None) or 1
-    rope: dict[str, object] = getattr(text, "rope_parameters", None) or {}
-    kinds = layer_kinds(model)
-    attention = [kind for kind in kinds.kinds if kind.kv_heads] or [
-        LayerKind(heads, text.hidden_size // heads)
-    ]
-    paged = next((kind for kind in attention if kind.full), attention[0])
-    mlps = [getattr(layer, "mlp", None) for layer in model.model.layers]
-    experts = [getattr(mlp, "experts", None) for mlp in mlps]
-    quantized: dict[str, Any] = {}
-    if quantization is not None:
-        weights = (
-            quantization.quantized_weights(mlp, f"model.layers.{at}.mlp.") if mlp else 0
-            for at, mlp in enumerate(mlps)
-        )
-        quantized["quantized_mlp"] = max(weights)
-        quantized["quantized"] = quantization.quantized_weights(model)
-    return ModelShape(
-        name=name,
-        layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
-        intermediate=next(
-            filter(None, (getattr(text, name, None) for name in _MLP_WIDTHS)), text.hidden_size
-        ),
-        heads=heads,
-        kv_heads=paged.kv_heads,
-        head_dim=paged.head_dim,
-        vocabulary=text.vocab_size,
-        parameters=model.num_parameters(),
-        tied=bool(text.tie_word_embeddings),
-        mlp_parameters=max(sum(p.numel() for p in mlp.parameters()) if mlp else 0 for mlp in mlps),
-        max_positions=text.max_position_embeddings,
-        family=text.model_type,
-        # Models with several sets of frequencies are not stretched as a whole.
-        rope_scaled=rope.get("rope_type", "default") != "default"
-        or any(isinstance(one, dict) for one in rope.values()),
-        ignored=ignored_parts(model.config),
-        kinds=kinds,
-        recurrence=recurrence_of(model, kinds, name),
-        expert_parameters=max(
-            sum(p.numel() for name, p in one.named_parameters() if "bias" not in name) if one else 0
-            for one in experts
-        ),
-        quantization=quantization,
-        **quantized,
-        dtype=dtype or (text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32),
-    )

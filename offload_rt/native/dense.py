@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpu_kv.sizes import dtype_name
 from offload_rt.native import Kernel, load_kernel
 
 MOST_ROWS = 32
@@ -100,7 +101,7 @@ class _Entries:
     """The functions of the library for one dtype."""
 
     def __init__(self, kernel: Kernel, dtype: torch.dtype) -> None:
-        suffix = str(dtype).removeprefix("torch.")
+        suffix = dtype_name(dtype)
         kernel.check_size(_Layer)
         self.attention_inputs = kernel.function(f"attention_inputs_{suffix}", _LayerCall)
         self.after_attention = kernel.function(f"after_attention_{suffix}", _LayerCall)

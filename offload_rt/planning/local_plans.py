@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
+from cpu_kv import ElementType
 from offload_rt.config import Config
 from offload_rt.errors import UsageError
 from offload_rt.levels.base import possible
@@ -63,7 +62,7 @@ def local_plans(
     models: Sequence[LocalModel],
     configs: Sequence[Config],
     hardware: Hardware,
-    dtype: Callable[[torch.dtype], torch.dtype | None],
+    dtype: Callable[[ElementType], ElementType | None],
     context: int | None = None,
 ) -> list[LocalPlan]:
     """Returns what is planned for each model, those that run first, by name.
@@ -81,7 +80,7 @@ def _planned(
     models: Sequence[LocalModel],
     configs: Sequence[Config],
     hardware: Hardware,
-    dtype: Callable[[torch.dtype], torch.dtype | None],
+    dtype: Callable[[ElementType], ElementType | None],
     context: int | None,
 ) -> LocalPlan:
     if model.shape is None:

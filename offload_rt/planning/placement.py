@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from cpu_kv import KVLayout, TransferEngine
-from offload_rt.caches.full import MOST_POINTS
-from offload_rt.caches.tiers import GpuTier, Tail
+from cpu_kv import KVSizes
+from cpu_kv.sizes import PROMPT_WRITES
+from offload_rt.caches.sizes import MOST_POINTS, GpuTier, stored_layout, tail_bytes
 from offload_rt.config import Config, SpeculationConfig
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.drafting.shapes import CHAIN, DraftShape
@@ -22,9 +23,10 @@ from offload_rt.levels.base import Level, Memory, kept_means, levels_of, local_m
 from offload_rt.levels.models import RetrievedLevel
 from offload_rt.machine.hardware import GIB, Gpu, Hardware
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape, yarn_hint
-from offload_rt.page_codec import stored_layout
+
+if TYPE_CHECKING:
+    from offload_rt.model.runner import CausalModel
 
 PADDING = 0.01  # share of a vocabulary by which two paddings of it may differ
 GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
@@ -118,13 +120,13 @@ class PlanRequest:
         return self.config.store.ring_buffers * layout.layer_bytes(tokens) + unpacked
 
     @cached_property
-    def stored(self) -> KVLayout:
+    def stored(self) -> KVSizes:
         """The layout of the KV in the store: in 12 bits a value where it is packed."""
         layout = self.target.layout(self.config.store.page)
         return stored_layout(layout, self.config.store.code, over_link=not self.in_place)
 
     @cached_property
-    def resident(self) -> KVLayout:
+    def resident(self) -> KVSizes:
         """The layout of KV that stays on GPUs: as it is stored, but unpacked where all of it fits.
 
         Then nothing else bounds a pass, and unpacking would only make it longer.
@@ -206,7 +208,7 @@ class PlanRequest:
         """
         return self._capacities(self.resident)
 
-    def _capacities(self, layout: KVLayout) -> list[int]:
+    def _capacities(self, layout: KVSizes) -> list[int]:
         page, page_bytes = layout.page_size, layout.reserved_bytes(1)
         if not page_bytes:
             return [self.context] * len(self.hardware.gpus)
@@ -350,7 +352,7 @@ def gpu_memory(request: PlanRequest, gpu: int, resident: int = 0) -> Memory:
             memory[name] = memory.get(name, 0) + size
     if gpu:
         return memory
-    newest = Tail.nbytes(target.layout(store.page), target.heads, request.longest_draft + 1)
+    newest = tail_bytes(target.layout(store.page), target.heads, request.longest_draft + 1)
     memory |= _computing_memory(request) | {"newest_tokens": newest}
     if resident:
         late = _resident_bytes(request, request.late_tokens(resident))
@@ -372,7 +374,7 @@ def _chunk_memory(request: PlanRequest) -> int:
         token = max(token, 4 * target.hidden * target.dtype.itemsize + target.recurrence.working_bytes)
     chunk = min(request.config.prefill.chunk, request.context)
     written = not request.in_place and target.paged_layers
-    paged = (TransferEngine.PROMPT_WRITES + 1) * chunk if written else 0
+    paged = (PROMPT_WRITES + 1) * chunk if written else 0
     pages = paged * target.layer_token_bytes
     if request.stored.packed:
         pages += request.stored.layer_bytes(paged)

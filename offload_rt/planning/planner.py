@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import ceil, inf
 
-import torch
-
+from cpu_kv import ElementType
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.levels.base import Memory
@@ -362,7 +361,7 @@ def _size(request: PlanRequest) -> str | None:
 def _flags(requests: Sequence[PlanRequest], plainest: PlanRequest) -> dict[str, list[PlanRequest]]:
     """Returns flags that save memory, those that cost least first, with the requests that they change."""
     flags = dict[str, list[PlanRequest]]()
-    if plainest.target.dtype == torch.float32:
+    if plainest.target.dtype == ElementType.FLOAT32:
         flags["--dtype bfloat16"] = [_in_bfloat16(one) for one in requests]
     plain = [plainest.having("speculation.levels", ())] if plainest.levels else []
     if plain:
@@ -375,8 +374,8 @@ def _flags(requests: Sequence[PlanRequest], plainest: PlanRequest) -> dict[str, 
 
 
 def _in_bfloat16(request: PlanRequest) -> PlanRequest:
-    draft = request.draft and replace(request.draft, dtype=torch.bfloat16)
-    return replace(request, target=replace(request.target, dtype=torch.bfloat16), draft=draft)
+    draft = request.draft and replace(request.draft, dtype=ElementType.BFLOAT16)
+    return replace(request, target=replace(request.target, dtype=ElementType.BFLOAT16), draft=draft)
 
 
 def _quantized(request: PlanRequest) -> PlanRequest:
@@ -393,7 +392,7 @@ def unquantized_experts(request: PlanRequest) -> Iterator[str]:
     memory = host_memory(request) if request.in_place else gpu_memory(request, 0)
     needed = ceil((sum(memory.values()) - memory["reserve"]) / (1 - RESERVE_SHARE) / GIB)
     yield (
-        f"{target.quantization.name} leaves the experts in {str(target.dtype).removeprefix('torch.')},"
+        f"{target.quantization.name} leaves the experts in {target.dtype},"
         f" {experts:.1f} GiB: this needs {'a host' if request.in_place else 'a GPU'} of {needed} GiB, or a"
         " checkpoint with quantized experts (MXFP4, as gpt-oss)"
     )

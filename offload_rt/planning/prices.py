@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from offload_rt.caches.tiers import GpuTier, Tiers
+from offload_rt.caches.sizes import GpuTier, Tiers
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.machine.hardware import NO_GPU, Gpu, Hardware, named_hardware
 from offload_rt.planning.placement import Placement, PlanRequest

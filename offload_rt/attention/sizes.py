@@ -1,0 +1,40 @@
+"""Sizes that attention has a say in, without tensors: a plan needs them and no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from cpu_kv import KVSizes
+
+MASKED_PAGE = 128
+"""Keys among which the CUDA backends split attention under a mask."""
+
+SAMPLED_QUERIES = 4
+"""Queries sampled per pass and head for attention mass. More choose no better chunks, and each costs its
+sums."""
+
+GROUP = 32
+"""Tokens whose quantised keys share a zero and a step for each channel."""
+
+
+class QuantizedSize(NamedTuple):
+    """Size of the memory for quantised entries: their number, whole groups, and bits of each."""
+
+    entries: int
+    bits: int
+
+    def shapes(self, layout: KVSizes) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of key codes, key ranges, value codes and value ranges of all layers."""
+        if layout.head_dim * self.bits % 8:
+            raise ValueError(
+                f"heads of {layout.head_dim} dimensions are no whole bytes of {self.bits} bits each"
+            )
+        every = layout.layers, layout.kv_heads
+        codes = (*every, self.entries, layout.head_dim * self.bits // 8)
+        return codes, (*every, self.entries // GROUP, 2, layout.head_dim), codes, (*every, self.entries, 2)
+
+    def nbytes(self, layout: KVSizes) -> int:
+        """Bytes of the entries: codes of 8 bits, and ranges of 16."""
+        sizes = map(math.prod, self.shapes(layout))
+        return sum(size * width for size, width in zip(sizes, (1, 2, 1, 2), strict=True))

@@ -1,0 +1,131 @@
+"""Shapes of models that a transformers config describes, or that are in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from cpu_kv import ElementType
+from cpu_kv.sizes import dtype_name
+from offload_rt.errors import UsageError, first_line
+from offload_rt.model.attention_hook import refuse_unsupported
+from offload_rt.model.layer_kinds import LayerKind, layer_kinds
+from offload_rt.model.quantized_checkpoints import quantized_weights, stated_quantization
+from offload_rt.model.recurrence import recurrence_of
+from offload_rt.model.shape import DUAL_CHUNK, ModelShape
+from offload_rt.settings import NO_QUANTIZATION
+
+_MLP_WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim")
+"""Names of the width inside an MLP in a config."""
+
+
+def from_config(
+    config: PretrainedConfig, dtype: ElementType | None, name: str, quantize: str = NO_QUANTIZATION
+) -> ModelShape:
+    """Returns the shape that a transformers config describes.
+
+    Args:
+        dtype: of weights and KV; None: the config's own, float32 where it names none.
+        quantize: nf4 or int8: its weights are quantised as they load.
+
+    Raises:
+        UsageError: for an architecture or a quantisation that the runtime does not support.
+    """
+    try:
+        model = _without_memory(config)
+    except Exception as error:  # transformers raises many types for one thing
+        kind = ", ".join(config.architectures or [config.model_type])
+        raise UsageError(
+            f"model {name} ({kind}): is no causal language model: {first_line(error)}"
+        ) from error
+    refuse_unsupported(model, name)
+    return shape_of(model, dtype, name, quantize)
+
+
+def _without_memory(config: PretrainedConfig) -> PreTrainedModel:
+    """Returns a model of modules and sizes alone, none of them quantised."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def ignored_parts(config: PretrainedConfig) -> str:
+    """Returns a note on what a config asks for and the runtime leaves out; empty for nothing."""
+    return DUAL_CHUNK if getattr(config.get_text_config(), "dual_chunk_attention_config", None) else ""
+
+
+def shape_of(
+    model: PreTrainedModel, dtype: ElementType | None, name: str, quantize: str = NO_QUANTIZATION
+) -> ModelShape:
+    """Returns the shape of a transformers model.
+
+    Args:
+        dtype: of weights and KV; None: the config's own, float32 where it names none.
+        quantize: nf4 or int8: its weights are quantised as they load.
+    """
+    quantization = stated_quantization(model.config, name, quantize)
+    if quantization is not None and model.device.type != "meta":
+        model = _without_memory(model.config)
+    text = model.config.get_text_config()
+    heads: int = getattr(text, "num_attention_heads", None) or 1
+    rope: dict[str, object] = getattr(text, "rope_parameters", None) or {}
+    kinds = layer_kinds(model)
+    attention = [kind for kind in kinds.kinds if kind.kv_heads] or [
+        LayerKind(heads, text.hidden_size // heads)
+    ]
+    paged = next((kind for kind in attention if kind.full), attention[0])
+    mlps = [getattr(layer, "mlp", None) for layer in model.model.layers]
+    experts = [getattr(mlp, "experts", None) for mlp in mlps]
+    quantized: dict[str, Any] = {}
+    if quantization is not None:
+        weights = (
+            quantized_weights(quantization, mlp, f"model.layers.{at}.mlp.") if mlp else 0
+            for at, mlp in enumerate(mlps)
+        )
+        quantized["quantized_mlp"] = max(weights)
+        quantized["quantized"] = quantized_weights(quantization, model)
+    return ModelShape(
+        name=name,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=next(
+            filter(None, (getattr(text, name, None) for name in _MLP_WIDTHS)), text.hidden_size
+        ),
+        heads=heads,
+        kv_heads=paged.kv_heads,
+        head_dim=paged.head_dim,
+        vocabulary=text.vocab_size,
+        parameters=model.num_parameters(),
+        tied=bool(text.tie_word_embeddings),
+        mlp_parameters=max(sum(p.numel() for p in mlp.parameters()) if mlp else 0 for mlp in mlps),
+        max_positions=text.max_position_embeddings,
+        family=text.model_type,
+        # Models with several sets of frequencies are not stretched as a whole.
+        rope_scaled=rope.get("rope_type", "default") != "default"
+        or any(isinstance(one, dict) for one in rope.values()),
+        ignored=ignored_parts(model.config),
+        kinds=kinds,
+        recurrence=recurrence_of(model, kinds, name),
+        expert_parameters=max(
+            sum(p.numel() for name, p in one.named_parameters() if "bias" not in name) if one else 0
+            for one in experts
+        ),
+        quantization=quantization,
+        **quantized,
+        dtype=dtype or _own(text.dtype, name),
+    )
+
+
+def _own(dtype: object, name: str) -> ElementType:
+    """Returns the element type that a config names; float32 where it names none."""
+    if not isinstance(dtype, torch.dtype):
+        return ElementType.FLOAT32
+    try:
+        return ElementType.of(dtype)
+    except ValueError:
+        raise UsageError(
+            f"model {name}: config.json says that it is in {dtype_name(dtype)}, in which no model runs;"
+            " name another type with --dtype, e.g. bfloat16"
+        ) from None
