@@ -22,6 +22,7 @@ from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local_history import copied, state_tensors
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.machine.measuring import CPU
+from offload_rt.model.architecture import cache_argument
 from offload_rt.model.passes import PassInput
 
 
@@ -145,9 +146,9 @@ def _mixers(sequence: TokenSequence, rows: int, step: int) -> None:
     for layer, verified in sequence.full.local.history.states.items():
         cache = DynamicCache(config=model.local_layers.config)
         cache.layers[layer] = copied(verified.state)
-        block = model.module.model.layers[layer]
+        mixer = getattr(model.module.model.layers[layer], model.kinds.kinds[layer].mixer)
         for at in range(0, rows, step):
-            getattr(block, model.kinds.kinds[layer].mixer)(hidden[:, at : at + step], cache_params=cache)
+            mixer(hidden[:, at : at + step], **{cache_argument(mixer.forward): cache})
             copied(cache.layers[layer])
 
 

@@ -29,6 +29,7 @@ from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local import LocalHistory, LocalLayers, LocalState
 from offload_rt.caches.speculative import SpeculativeTokens
+from offload_rt.model.architecture import cache_argument
 from offload_rt.model.layer_kinds import LayerKind, LayerKinds
 from offload_rt.sampling import Draws
 from offload_rt.tokens import Tokens
@@ -53,7 +54,7 @@ HIDDEN = torch.randn(MANY, 16, generator=DRAWN)
 def mixed(layer: int, hidden: Tensor, carrier: DynamicCache) -> Tensor:
     """A real mixer, and a stand-in that forgets nothing and knows the order of its tokens exactly."""
     if layer == 1:
-        out: Tensor = MIXER(hidden, cache_params=carrier)
+        out: Tensor = MIXER(hidden, **{cache_argument(MIXER.forward): carrier})
         return out
     cache: Any = carrier.layers[layer]
     outs = []

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from offload_rt import LLM, SamplingParams, UsageError
+from offload_rt.model.architecture import CACHE_ARGUMENT
 from offload_rt.model.attention_hook import open_model, restore_model
 from offload_rt.model.dense_layers import DenseLayer, dense_layer
 from offload_rt.model.layer_kinds import layer_kinds
@@ -132,7 +133,7 @@ class _PastLength(LlamaAttention):
     """Asks its cache how long it is."""
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Any:  # type: ignore[override]
-        past = given["past_key_values"].get_seq_length(self.layer_idx)
+        past = given[CACHE_ARGUMENT].get_seq_length(self.layer_idx)
         return super().forward(hidden_states + (past > 10**6), **given)
 
 
@@ -183,7 +184,7 @@ def test_logits_that_are_not_the_models_at_late_positions_are_refused() -> None:
     class Late(type(module.model)):  # type: ignore[misc]
         def forward(self, input_ids: Tensor, **given: Any) -> Any:
             out = super().forward(input_ids, **given)
-            if given["past_key_values"].get_seq_length() > 4096:
+            if given[CACHE_ARGUMENT].get_seq_length() > 4096:
                 out.last_hidden_state = out.last_hidden_state * 2
             return out
 

@@ -18,6 +18,7 @@ from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.engine.prefill import prefill
+from offload_rt.model.architecture import CACHE_ARGUMENT
 from offload_rt.model.runner import CausalModel
 
 TOLERANCE = 1e-4
@@ -39,7 +40,7 @@ def reference(model: PreTrainedModel, tokens: list[int]) -> tuple[DynamicCache, 
     """transformers' own KV and its last hidden state, `[1, tokens, hidden_size]` after the norm."""
     cache = DynamicCache()
     with torch.inference_mode():
-        output = model.model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        output = model.model(input_ids=torch.tensor([tokens]), use_cache=True, **{CACHE_ARGUMENT: cache})
     return cache, output.last_hidden_state
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, S
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from bench.systems import Prompt, Run, Setup
+from offload_rt.model.architecture import CACHE_ARGUMENT
 
 
 def load(folder: str, setup: Setup, attention: str = "sdpa") -> Any:
@@ -52,7 +53,7 @@ class Text:
             self.ids = torch.tensor(self._prompt, device=self.model.device)
             for part in self.ids[:, :-1].split(self._chunk, dim=1):
                 if part.shape[1]:
-                    self.model(part, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+                    self.model(part, use_cache=True, **{CACHE_ARGUMENT: self.cache}, logits_to_keep=1)
             if self.ids.is_cuda:
                 torch.cuda.synchronize(self.ids.device)
             self._ms = 1e3 * (perf_counter() - started)
@@ -121,7 +122,7 @@ class Continued:
     def _loop(self, count: int) -> Run:
         started, tokens, token = perf_counter(), [], self.text.ids[:, -1:]
         for _ in range(count):
-            out = self.text.model(token, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            out = self.text.model(token, use_cache=True, **{CACHE_ARGUMENT: self._cache}, logits_to_keep=1)
             token = out.logits[:, -1].argmax(-1, keepdim=True)
             tokens.append(token)
         found = torch.cat(tokens, dim=1).flatten().tolist()
@@ -131,7 +132,7 @@ class Continued:
         """Times from the first round's tokens to the last, without the setup of `generate`, unless one round
         made all."""
         arrivals, ids = _Arrivals(), self.text.ids
-        options = self._options | {"past_key_values": self._cache, "max_new_tokens": count}
+        options = self._options | {CACHE_ARGUMENT: self._cache, "max_new_tokens": count}
         options |= {"attention_mask": torch.ones_like(ids), "streamer": arrivals, "do_sample": False}
         out = self.text.model.generate(ids, **options)
         times, (_, *rounds) = zip(*arrivals, strict=True)
@@ -143,7 +144,7 @@ class Continued:
     def logits_after(self, tokens: Sequence[int]) -> list[float]:
         self.text.rewind(self._cache)
         ids = torch.cat([self.text.ids[:, -1:], self.text.ids.new_tensor([tokens])], dim=1)
-        out = self.text.model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        out = self.text.model(ids, use_cache=True, **{CACHE_ARGUMENT: self._cache}, logits_to_keep=1)
         logits: list[float] = out.logits[0, -1].float().tolist()
         return logits
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from bench.systems import Opener, Prompt, Run, Setup
 from bench.systems._passes import Continued, Text, load
+from offload_rt.model.architecture import CACHE_ARGUMENT
 
 LOOKUP_TOKENS = 10  # per round, as prompt look-up proposes by default
 
@@ -23,7 +24,7 @@ def shared_prompt(folder: str, setup: Setup) -> Text:
 
     def going_on(input_ids: Tensor, next_sequence_length: int = 0, **kwargs: Any) -> Any:
         """Passes only what the cache lacks; look-up and assisted generation would pass the whole text."""
-        lacking = input_ids.shape[1] - kwargs["past_key_values"].get_seq_length()
+        lacking = input_ids.shape[1] - kwargs[CACHE_ARGUMENT].get_seq_length()
         return prepare(input_ids, next_sequence_length=lacking, **kwargs)
 
     model.prepare_inputs_for_generation = going_on
@@ -58,7 +59,7 @@ class Assisted(Generate):
         model, cache = self._draft.model, self._draft.cache
         self._draft.rewind(cache)
         # There is no other way to give an assistant a filled cache.
-        model.generate = partial(type(model).generate, model, past_key_values=cache)
+        model.generate = partial(type(model).generate, model, **{CACHE_ARGUMENT: cache})
         return super().run(new_tokens)
 
 

@@ -7,11 +7,14 @@ config, if at all. This module knows such factors, and `CausalModel` refuses a m
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 _FULL = "full_attention"
 EMBEDDINGS = ("embed_tokens", "embeddings")
@@ -27,6 +30,19 @@ _REFUSED = {
     "attn_logit_softcapping": "attention with capped scores (attn_logit_softcapping)",
 }
 """What a model has where a setting of its config is neither None nor 0."""
+
+
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""Names by which modules take a cache: the first one since transformers 5.24, which warns of the others."""
+
+
+def cache_argument(forward: Callable[..., object]) -> str:
+    """Returns the name by which a module of transformers takes a cache."""
+    return next(filter(signature(forward).parameters.__contains__, CACHE_ARGUMENTS))
+
+
+CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
+"""The name by which models, decoder layers and attention take it."""
 
 
 def embedding(body: Any) -> Any:

@@ -24,7 +24,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.local import Mixer
 from offload_rt.errors import UsageError
-from offload_rt.model.architecture import missing_modules, rotary_embedding, unsupported_settings
+from offload_rt.model.architecture import (
+    CACHE_ARGUMENTS,
+    missing_modules,
+    rotary_embedding,
+    unsupported_settings,
+)
 from offload_rt.model.layer_kinds import LayerKinds, layer_kinds, usable_window
 
 ATTENTION_NAME = "offload_rt"
@@ -204,10 +209,10 @@ def _mixers(model: PreTrainedModel) -> list[Any]:
 
 def _mix(mixer: torch.nn.Module, forward: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
     """Runs a recurrent layer by the `LocalPass` of a pass; outside of one as it is."""
-    name = "cache_params" if "cache_params" in arguments else "past_key_values"
-    layer_pass = arguments.get(name)
-    if not isinstance(layer_pass, LayerPass):
+    name = next((name for name in CACHE_ARGUMENTS if isinstance(arguments.get(name), LayerPass)), None)
+    if name is None:
         return forward(*given, **arguments)
+    layer_pass = arguments[name]
     hidden = given[0] if given else arguments["hidden_states"]
     run = partial(_run_mixer, forward, name)
     return layer_pass.attention.local.mix(int(mixer.layer_idx), run, hidden)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from offload_rt.attention.sums import Softmax
+from offload_rt.model.architecture import CACHE_ARGUMENT
 from offload_rt.model.attention_hook import LayerPass
 from offload_rt.model.expressions import Expressions, on_meta
 from offload_rt.model.layer_kinds import LayerKinds
@@ -177,7 +178,7 @@ def _expressions(
                     "position_ids": positions[None],
                     "position_embeddings": rotation,
                     "attention_pass": layer_pass,
-                    "past_key_values": layer_pass,
+                    CACHE_ARGUMENT: layer_pass,
                 }
                 names = {name.removeprefix("block."): weight for name, weight in weights.items()}
                 out = functional_call(reference.block, names, (hidden,), arguments)

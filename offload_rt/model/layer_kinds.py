@@ -7,7 +7,6 @@ state of fixed size.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -153,9 +152,13 @@ def _kind(block: nn.Module, config: Any, layer_type: str) -> LayerKind:
 
 
 def _is_mixer(part: nn.Module) -> bool:
-    """Returns whether a part of a layer carries a recurrent state."""
-    # transformers calls the cache of such a part so; a short convolution has the argument of attention.
-    return "cache_params" in inspect.signature(type(part).forward).parameters or hasattr(part, "conv")
+    """Returns whether a part of a layer carries a recurrent state.
+
+    All mixers of transformers that do have a short convolution. So has some attention, which is causal.
+    """
+    from torch import nn  # a shape by name needs no torch
+
+    return not hasattr(part, "is_causal") and any(isinstance(one, nn.Conv1d) for one in part.modules())
 
 
 def _window(attention: nn.Module, config: Any, layer_type: str) -> int | None:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from offload_rt.errors import UsageError, first_line
+from offload_rt.model.architecture import cache_argument
 from offload_rt.model.layer_kinds import LayerKinds, Recurrence
 
 PROBED = torch.bfloat16
@@ -81,8 +82,7 @@ def recurrence_of(model: PreTrainedModel, kinds: LayerKinds, name: str) -> Recur
 
 def _tried(mixer: nn.Module, layer: int, config: Any) -> Recurrence:
     """Returns the sizes of one mixer on the meta device."""
-    known = inspect.signature(mixer.forward).parameters
-    argument = "cache_params" if "cache_params" in known else "past_key_values"
+    argument = cache_argument(mixer.forward)
     peaks = []
     for tokens in (TOKENS, 2 * TOKENS):
         cache: Any = DynamicCache(config=config)

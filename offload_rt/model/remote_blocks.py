@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload_rt.model.architecture import CACHE_ARGUMENT
 from offload_rt.model.quantized_weights import stored_bytes
 from offload_rt.second_device import SecondDevice
 
@@ -93,10 +94,10 @@ class RemotePass:
             return there
         positions, rotation = self._given["position_ids"], self._given["position_embeddings"]
         there, positions, *rotation = self._second.send(hidden, positions, *rotation)
-        layer_pass = replace(self._given["past_key_values"], positions=positions[0])
+        layer_pass = replace(self._given[CACHE_ARGUMENT], positions=positions[0])
         self._arguments = {
             **self._given,
-            **dict.fromkeys(("attention_pass", "past_key_values"), layer_pass),
+            **dict.fromkeys(("attention_pass", CACHE_ARGUMENT), layer_pass),
             "position_ids": positions,
             "position_embeddings": tuple(rotation),
         }

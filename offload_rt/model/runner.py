@@ -22,6 +22,7 @@ from offload_rt.caches.split import SplitCache
 from offload_rt.errors import UsageError
 from offload_rt.host import to_device
 from offload_rt.model.architecture import (
+    CACHE_ARGUMENT,
     Rotary,
     embedding,
     final_norm,
@@ -206,7 +207,7 @@ class CausalModel:
             "attention_mask": None,
             "position_ids": position_ids,
             "attention_pass": layer_pass,
-            "past_key_values": layer_pass,
+            CACHE_ARGUMENT: layer_pass,
         }
         # Layers of one type share their rotary frequencies.
         rotations: dict[str, tuple[Tensor, Tensor] | None] = {}

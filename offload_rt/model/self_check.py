@@ -17,6 +17,7 @@ from offload_rt.attention.backends import choose_backend
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.local import LocalState
 from offload_rt.errors import UsageError
+from offload_rt.model.architecture import CACHE_ARGUMENT
 
 if TYPE_CHECKING:
     from offload_rt.model.runner import CausalModel
@@ -119,7 +120,7 @@ def _check_at(model: CausalModel, start: int) -> None:
     positions = torch.arange(start, start + TOKENS, device=model.device)
     try:
         past = _PastTokens(model.module.config.get_text_config(), start)
-        expected = model.module(input_ids=probe.tokens[None], past_key_values=past).logits[0]
+        expected = model.module(input_ids=probe.tokens[None], **{CACHE_ARGUMENT: past}).logits[0]
         whole = runner.logits(runner.probed(probe, positions))
         parts = [runner.probed(continued, positions, part) for part in (slice(_FIRST), slice(_FIRST, None))]
         in_parts = runner.logits(torch.cat(parts, dim=1))
