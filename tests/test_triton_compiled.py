@@ -70,6 +70,8 @@ SHAPES = {
     "llama3.1-8b in float16": Shape(32, 8, 128, torch.float16, 8),
     "demo": Shape(4, 4, 64, torch.bfloat16, 8),
 }
+WIDE = Shape(16, 2, 256, torch.bfloat16, 8)
+"""As of Qwen3.5 and Gemma 3, whose heads are the widest."""
 
 
 class Variant(NamedTuple):
@@ -173,6 +175,8 @@ def runs() -> dict[str, Run]:
                 launches.variants = found[name] = {}
                 generate(shape)
                 launch_what_is_rare(shape)
+            launches.variants = found["wide heads"] = {}
+            launch_what_is_rare(WIDE)
         finally:
             driver.set_active(None)  # which Triton looks for when it is next asked
     return found
@@ -206,7 +210,7 @@ def generate(shape: Shape) -> None:
 def launch_what_is_rare(shape: Shape) -> None:
     """Launches what engines need where a graph cannot be recorded, or where a mass has no reference yet."""
     heads, kv_heads, dim, dtype, bits = shape
-    group, sample, scale = heads // kv_heads, Sample.of(4), dim**-0.5
+    group, sample, scale = heads // kv_heads, Sample.of(11), dim**-0.5
     queries = torch.zeros(kv_heads, group * sample.period, dim, dtype=dtype)
     memory = QuantizedKV.empty(KVLayout(1, kv_heads, dim, dtype), 2 * GROUP, bits, torch.device("cpu"))
     triton_operators.attend_quantized(queries, *memory.layer(0), None, scale)
