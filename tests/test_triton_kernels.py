@@ -6,10 +6,6 @@ Where there is no GPU, Triton's interpreter runs them (`conftest.py`).
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,51 +249,6 @@ def test_quantising(dtype: torch.dtype, bits: int, groups: int, dim: int, seed: 
         step = (true.amax(axis, keepdim=True) - true.amin(axis, keepdim=True)) / (2**bits - 1)
         off = 0.52 * step + true.abs().amax(axis, keepdim=True) / 100
         assert bool(((one - true).abs() <= off).all()) and bool(((other - true).abs() <= off).all())
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from offload_rt.attention import triton_kernels
-
-HALVES = ("parts", "asking", "keys")
-SINGLES = ("lses", "out", "lse", "new_out", "new_lse", "mass", "reference", "scores")
-
-CODES, RANGES = ("key_codes", "value_codes"), ("key_ranges", "value_ranges")
-
-def compiled(kernel, half, capability, **constants):
-    kinds = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("scale", "decay"), "fp32")
-    kinds |= dict.fromkeys(HALVES, "*" + half) | dict.fromkeys(SINGLES, "*fp32")
-    kinds |= dict.fromkeys(CODES, "*u8") | dict.fromkeys(RANGES, "*bf16") | {"count": "*i64"}
-    if "BITS" in constants:
-        kinds["out"] = "*" + half
-    kinds |= dict.fromkeys(constants, "constexpr")
-    signature = {name: kinds[name] for name in kernel.arg_names}
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values)
-    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
-
-for capability in (89, 90):
-    for half in ("bf16", "fp16"):
-        sizes = dict(PAGES=16, DIM=128, ROWS=16, TOKENS=64, CHUNK=8)
-        for combines, mass, has_sum in ((1, 0, 0), (1, 0, 1), (0, 1, 0), (1, 1, 1)):
-            given = dict(COMBINES=bool(combines), MASS=bool(mass), HAS_SUM=bool(has_sum))
-            compiled(triton_kernels._segment, half, capability, **given, **sizes)
-        sizes = dict(BITS=4 if half == "bf16" else 8, ROWS=16, HALF=64, GROUP=32, COUNTED=True)
-        compiled(triton_kernels._quantized, half, capability, **sizes)
-    for summed in (True, False):
-        compiled(triton_kernels._add_mass, "bf16", capability, SUMMED=summed, CHUNKS=1024)
-"""
-
-
-def test_kernels_are_compiled_for_the_gpus_that_they_are_for(tmp_path: Path) -> None:
-    """For an RTX 4090 and an H100 or H200, to machine code: that needs no GPU."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, check=True, cwd=Path(__file__).parents[1]
-    )
 
 
 @pytest.mark.parametrize("name", ["_segment", "_add_mass", "_quantized"])

@@ -25,6 +25,7 @@ TOKENS_AT_A_TIME = 64
 CHUNKS_AT_A_TIME = 1024
 GROUPS_AT_A_TIME = 8
 MOST_ROWS = 64
+MOST_QUERY_BYTES = 16 * 1024  # of the queries of one program: more spill registers
 MIN_ROWS = 16  # of a matrix product on tensor cores
 
 _NO_MASS = {"ROWS": MIN_ROWS, "TOKENS": TOKENS_AT_A_TIME, "CHUNK": 1}
@@ -152,7 +153,9 @@ def attend_quantized(
     if not packed or dim % 2 or queries.dtype == torch.float64:
         return operators.attend_quantized(queries, *layer, count, scale)
     tokens = key_codes.shape[1]
-    padded = min(MOST_ROWS, max(MIN_ROWS, triton.next_power_of_2(rows)))
+    half = max(MIN_ROWS, triton.next_power_of_2(dim // 2))
+    most = min(MOST_ROWS, MOST_QUERY_BYTES // (2 * half * queries.itemsize))
+    padded = max(MIN_ROWS, min(most, triton.next_power_of_2(rows)))
     parts = max(1, triton.cdiv(tokens, GROUPS_AT_A_TIME * GROUP))
     out = torch.empty(parts, heads, rows, dim, dtype=queries.dtype, device=queries.device)
     lse = torch.empty(parts, heads, rows, dtype=torch.float32, device=queries.device)
@@ -175,7 +178,7 @@ def attend_quantized(
             COUNTED=count is not None,
             BITS=layer.bits,
             ROWS=padded,
-            HALF=max(MIN_ROWS, triton.next_power_of_2(dim // 2)),
+            HALF=half,
             GROUP=GROUP,
         )
     return out, lse
