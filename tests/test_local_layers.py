@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, partial
@@ -113,6 +114,15 @@ def test_tokens_are_those_of_generate(
     assert len(set(result.tokens)) > 5
     before = drafted.get(arch, (0, 0))
     drafted[arch] = before[0] + result.timings.draft_n_accepted, before[1] + result.timings.draft_n
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_nothing_deprecated_is_passed_to_transformers(arch: str) -> None:
+    """transformers 5.24 renamed caches of attention and of mixers, and warns of the old names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        with open_llm(arch) as llm:
+            assert len(llm.generate(PROMPTS["one"], SamplingParams(max_tokens=3)).tokens) == 3
 
 
 def test_members_of_a_batch_are_their_single_runs() -> None:

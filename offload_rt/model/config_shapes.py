@@ -98,7 +98,7 @@ def shape_of(
         head_dim=paged.head_dim,
         vocabulary=text.vocab_size,
         parameters=model.num_parameters(),
-        tied=bool(text.tie_word_embeddings),
+        tied=bool(getattr(text, "tie_word_embeddings", False)),
         mlp_parameters=max(sum(p.numel() for p in mlp.parameters()) if mlp else 0 for mlp in mlps),
         max_positions=text.max_position_embeddings,
         family=text.model_type,
