@@ -45,6 +45,25 @@ CACHE_ARGUMENT = cache_argument(LlamaDecoderLayer.forward)
 """The name by which models, decoder layers and attention take it."""
 
 
+class _Discarded(dict[str, object]):
+    """Keeps nothing."""
+
+    def __setitem__(self, key: str, value: object) -> None:
+        pass
+
+
+def further_arguments(block: Any) -> dict[str, Any]:
+    """Returns arguments without which the decoder layers of some architectures do not run.
+
+    Gemma 4 leaves KV there for later layers. Models with layers that attend to it are refused.
+    """
+    return (
+        {"shared_kv_states": _Discarded()}
+        if "shared_kv_states" in signature(block.forward).parameters
+        else {}
+    )
+
+
 def embedding(body: Any) -> Any:
     """Returns the embedding of a transformers model; None if it is not found."""
     return _named(body, EMBEDDINGS)

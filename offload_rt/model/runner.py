@@ -26,6 +26,7 @@ from offload_rt.model.architecture import (
     Rotary,
     embedding,
     final_norm,
+    further_arguments,
     rotary_embedding,
     scale_embeddings,
     scale_logits,
@@ -95,6 +96,7 @@ class CausalModel:
         self._norm: Any = final_norm(self._body)
         self._blocks: list[Any] = list(self._body.layers)
         self._steps: list[Any] = list(self._blocks)  # what computes each layer
+        self._further = further_arguments(self._blocks[0])
         self._head: Any = self._own_head
         self.remote_blocks = RemoteBlocks(self._blocks)
         self._in_turn = LayerPlan.whole(self.layers)
@@ -208,6 +210,7 @@ class CausalModel:
             "position_ids": position_ids,
             "attention_pass": layer_pass,
             CACHE_ARGUMENT: layer_pass,
+            **self._further,
         }
         # Layers of one type share their rotary frequencies.
         rotations: dict[str, tuple[Tensor, Tensor] | None] = {}
