@@ -19,6 +19,7 @@ from offload_rt.batch import continue_batch, generate_batch
 from offload_rt.chat import ChatTemplate, Messages, checked_messages, is_messages
 from offload_rt.config import AUTO, Config
 from offload_rt.context import GREEDY, ROOM, Context, Prompt, TokenStream
+from offload_rt.context_files import Fingerprint
 from offload_rt.drafting.datastore import fingerprint as vocabulary_digest
 from offload_rt.drafting.logits import Grammar
 from offload_rt.drafting.verifier import Sampling
@@ -28,7 +29,7 @@ from offload_rt.errors import UsageError
 from offload_rt.json_grammar import JsonGrammars
 from offload_rt.levels.base import needs_draft_model
 from offload_rt.model.config_shapes import ignored_parts
-from offload_rt.model.fingerprint import Fingerprint
+from offload_rt.model.fingerprint import fingerprint_of
 from offload_rt.model.generation import GenerationDefaults
 from offload_rt.model.rope import Yarn
 from offload_rt.model.runner import CausalModel
@@ -454,7 +455,7 @@ class LLM:
         with self.engine.lock:
             if target not in self._fingerprints:
                 digest = None if self.tokenizer is None else vocabulary_digest(self.tokenizer)
-                self._fingerprints[target] = Fingerprint.of(target, digest)
+                self._fingerprints[target] = fingerprint_of(target, digest)
             return self._fingerprints[target]
 
     def close(self) -> None:

@@ -14,20 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-CHECKSUMS = "checksums"
-LONGEST_HEADER = 100_000_000
-"""Bytes of a header, as safetensors limits it."""
+from offload_rt.checked_headers import CHECKSUMS, PIECE, CheckedHeader, cut, pieces_of
+
 WORKERS = min(8, os.cpu_count() or 1)
 """Threads that read and take checksums; a core takes one of 1 to 3 GB a second."""
 _PENDING = 4 * WORKERS
-_PIECE = "piece_bytes"
-_MOST_VIEWS = os.sysconf("SC_IOV_MAX")  # of memory, that one read fills
 _DTYPES = {
     "I64": torch.int64,
     "I32": torch.int32,
@@ -43,10 +39,6 @@ Report = Callable[[int, int], object]
 """Called with the bytes done, and all."""
 Places = Callable[[int, int], list[Tensor]]
 """Returns the memory of the bytes from `start` to `end` of a tensor: contiguous, together as long."""
-
-
-class CorruptFile(Exception):
-    """Raised for a file that is not as it was written; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +67,6 @@ class Part:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the memory of a contiguous tensor as bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _cut(size: int, piece: int) -> Iterator[tuple[int, int]]:
-    """Yields the pieces of so many bytes."""
-    return ((start, min(start + piece, size)) for start in range(0, size, piece))
-
-
-def _pieces(size: int, piece: int) -> int:
-    """Returns their number."""
-    return -(-size // piece)
 
 
 def _views(places: Sequence[Tensor]) -> list[memoryview]:
@@ -124,7 +106,7 @@ def write_checked(
     file.write(header)
     with ThreadPoolExecutor(WORKERS) as pool:
         for part in parts:
-            for start, end in _cut(part.nbytes, piece_bytes):
+            for start, end in cut(part.nbytes, piece_bytes):
                 views = _views(part.places(start, end))
                 pending.append(pool.submit(_checksum, views))
                 for view in views:
@@ -138,12 +120,12 @@ def write_checked(
 
 
 def _checksums_bytes(parts: Sequence[Part], piece_bytes: int) -> int:
-    return 8 * (1 + sum(_pieces(part.nbytes, piece_bytes) for part in parts))
+    return 8 * (1 + sum(pieces_of(part.nbytes, piece_bytes) for part in parts))
 
 
 def _header(parts: Sequence[Part], about: Mapping[str, str], piece_bytes: int) -> bytes:
     """Returns the beginning of a safetensors file: the length of the JSON, and the JSON."""
-    described: dict[str, Any] = {"__metadata__": {**about, _PIECE: str(piece_bytes)}}
+    described: dict[str, Any] = {"__metadata__": {**about, PIECE: str(piece_bytes)}}
     at = 0
     count = _checksums_bytes(parts, piece_bytes) // 8
     for name, dtype, shape, size in (
@@ -157,88 +139,18 @@ def _header(parts: Sequence[Part], about: Mapping[str, str], piece_bytes: int) -
     return len(text).to_bytes(8, "little") + text
 
 
-class CheckedFile:
-    """A file of `write_checked`, open for reading.
-
-    Attributes:
-        about: the metadata.
-        piece_bytes: length of the pieces that have a checksum.
-
-    Raises:
-        OSError: it cannot be read.
-        CorruptFile: it is not as it was written, or another kind of file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self._read_header()
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
-            self.close()
-            raise CorruptFile("its header cannot be read") from None
-        except BaseException:
-            self.close()
-            raise
-
-    def _read_header(self) -> None:
-        size = os.fstat(self._file).st_size
-        length = int.from_bytes(self._bytes(0, 8), "little")
-        if length > min(size - 8, LONGEST_HEADER):
-            raise CorruptFile("its header is longer than the file")
-        header = self._bytes(0, 8 + length)
-        described: dict[str, Any] = json.loads(header[8:])
-        self.about: dict[str, str] = described.pop("__metadata__")
-        self.piece_bytes = int(self.about[_PIECE])
-        self._tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
-        self._first: dict[str, int] = {}  # number of the first checksum of a tensor
-        end, pieces = 0, 1
-        for name, one in described.items():
-            dtype, shape, before = _DTYPES[one["dtype"]], tuple(map(int, one["shape"])), end
-            start, end = map(int, one["data_offsets"])
-            byte_count = prod(shape) * dtype.itemsize
-            if (start, end) != (before, before + byte_count) or min(shape, default=0) < 0:
-                raise CorruptFile(f"the size of {name} is wrong")
-            self._tensors[name] = dtype, shape, 8 + length + start, 8 + length + end
-            self._first[name] = pieces
-            pieces += _pieces(byte_count, self.piece_bytes)
-        if size != 8 + length + end:
-            raise CorruptFile(f"it has {size} bytes instead of {8 + length + end}")
-        *_, start, end = self._tensors[CHECKSUMS]
-        self._checksums = memoryview(self._bytes(start, end)).cast("q").tolist()
-        if len(self._checksums) != self._first[CHECKSUMS] or self.piece_bytes < 1:
-            raise CorruptFile("its checksums are not complete")
-        if self._checksums[0] != zlib.crc32(header):
-            raise CorruptFile("the checksum of its header is wrong")
-
-    def _bytes(self, start: int, end: int) -> bytes:
-        data = bytearray(end - start)
-        self._read_into([memoryview(data)], start)
-        return bytes(data)
-
-    def _read_into(self, views: list[memoryview], offset: int) -> None:
-        while views:
-            count = os.preadv(self._file, views[:_MOST_VIEWS], offset)
-            if not count:
-                raise CorruptFile("it is cut off")
-            offset += count
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if count:
-                views[0] = views[0][count:]
+class CheckedFile(CheckedHeader):
+    """A file of `write_checked`, open for reading."""
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Returns dtype and shape of a tensor. Raises CorruptFile where it is missing."""
-        return self._described(name)[:2]
-
-    def _described(self, name: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-        if name not in self._tensors:
-            raise CorruptFile(f"{name} is missing")
-        return self._tensors[name]
+        kind, shape = self.stored(name)
+        return _DTYPES[kind], shape
 
     def tensor(self, name: str) -> Tensor:
         """Returns a tensor."""
-        dtype, shape, start, end = self._described(name)
-        read = torch.empty(shape, dtype=dtype)
+        kind, shape, start, end = self._described(name)
+        read = torch.empty(shape, dtype=_DTYPES[kind])
         memory = as_bytes(read)
         for _ in self.fill(name, end - start, lambda first, last: [memory[first:last]]):
             pass
@@ -252,7 +164,7 @@ class CheckedFile:
         _, _, begin, stop = self._described(name)
         pending = deque[tuple[int, list[Tensor], Future[None]]]()
         with ThreadPoolExecutor(WORKERS) as pool:
-            for number, (start, end) in enumerate(_cut(stop - begin, self.piece_bytes), self._first[name]):
+            for number, (start, end) in enumerate(cut(stop - begin, self.piece_bytes), self._first[name]):
                 if start >= size:
                     break
                 wanted = places(start, min(end, size))
@@ -272,17 +184,4 @@ class CheckedFile:
     def _read_piece(self, number: int, places: Sequence[Tensor], offset: int) -> None:
         views = _views(places)
         self._read_into(list(views), offset)
-        if _checksum(views) != self._checksums[number]:
-            raise CorruptFile(f"a checksum is wrong, at byte {offset}")
-
-    def close(self) -> None:
-        """Closes the file. Idempotent."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
-
-    def __enter__(self) -> CheckedFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        self._check_piece(number, _checksum(views), offset)

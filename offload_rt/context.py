@@ -14,11 +14,11 @@ from offload_rt import clock
 from offload_rt.chat import ChatTemplate, Messages, checked_messages, is_messages, with_question
 from offload_rt.chat_forms import Message
 from offload_rt.config import Config
+from offload_rt.context_files import Fingerprint
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.prefix import KVPrefix
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
-from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.runner import CausalModel
 from offload_rt.output import OutputProcessor, step
 from offload_rt.planning.placement import check_positions

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -30,22 +29,19 @@ from offload_rt.caches.local_history import (
     restored_state,
     state_tensors,
 )
-from offload_rt.checked_tensors import CheckedFile, CorruptFile, Part, as_bytes, file_bytes, write_checked
+from offload_rt.checked_headers import CorruptFile
+from offload_rt.checked_tensors import CheckedFile, Part, as_bytes, file_bytes, write_checked
+from offload_rt.context_files import KIND, VERSION, ContextFile, Fingerprint, Messages
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.prefix import KVPrefix, usable_length, usable_tokens
 from offload_rt.errors import UsageError
 from offload_rt.files import check_writable, synced
 from offload_rt.machine.hardware import GIB
-from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.runner import CausalModel
 
-KIND = "offload-rt context"
-VERSION = 2
-"""Of files with packed pages; others are written as version 1, which knows none."""
 PIECE_BYTES = 2**24
 """Bytes about which a checksum is taken."""
 
-Messages = list[dict[str, Any]] | None
 Progress = Callable[[str, int, int], object] | None
 
 
@@ -164,95 +160,18 @@ def _tail(kv: SequenceKV, start: int) -> Tensor:
     return tail
 
 
-class CorruptContext(UsageError):
-    """Raised for a file that is no saved context, or is not as it was written."""
+class SavedContext(ContextFile):
+    """A file of `save_prefix`, open for loading its KV, too."""
 
+    _file: CheckedFile
+    _opens = CheckedFile
 
-class SavedContext:
-    """A file of `save_prefix`, open for reading; its header and tokens are read and checked.
-
-    Attributes:
-        tokens: token IDs.
-        messages: the chat messages that they stand for; None: there are none.
-        date: when the messages were rendered; None: the file does not say it.
-        model: name of the model that read them.
-        fingerprint: of that model.
-
-    Raises:
-        UsageError: there is no such file, it is corrupt, or of another kind or a newer version.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with self._errors_in_a_line():
-            if path.exists() and not path.is_file():
-                raise CorruptFile("it is a folder, a pipe or a device")
-            self._file = CheckedFile(path)
-            try:
-                self._read_header(self._file.about)
-            except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
-                self.close()
-                raise CorruptFile("its metadata cannot be read") from None
-            except BaseException:
-                self.close()
-                raise
-
-    def _read_header(self, about: Mapping[str, str]) -> None:
-        if about.get("kind") != KIND:
-            raise CorruptFile("it is no saved context")
-        if int(about["version"]) > VERSION:
-            raise UsageError(
-                f"session {self.path}: was saved by a newer version of offload-rt (format {about['version']},"
-                f" this one reads {VERSION}); install that version, or read the text again"
-            )
-        self.model = about["model"]
-        self.fingerprint = Fingerprint.from_json(about["fingerprint"])
-        self.messages: Messages = json.loads(about["messages"])
-        self.date = datetime.fromisoformat(about["date"]) if about.get("date") else None
-        self._reads = [int(at) for at in json.loads(about["reads"])]
-        self._described: list[Any] = json.loads(about.get("local", "null")) or [None] * len(self._reads)
-        self.tokens: list[int] = self._file.tensor("tokens").tolist()
-        _, (pages, *_) = self._file.kind("pages.0")
-        dtype, (*_, tail, _) = self._file.kind("tail")
-        layers, heads, dim = self.fingerprint.layout
-        page, packed = int(about["page_size"]), about.get("code") == "packed"
-        self._layout = layout = KVLayout(layers, heads, dim, dtype, page, packed)
-        unpacked = json.loads(about.get("unpacked", "{}"))
-        self._unpacked = {int(layer): [int(at) for at in kept] for layer, kept in unpacked.items()}
-        stored = layout.slab_shape(pages)[::-1]
-        self._in_pages = pages * layout.page_size
-        self._length = self._in_pages + tail
-        if (
-            str(dtype) != f"torch.{self.fingerprint.dtype}"
-            or self._file.piece_bytes % layout.page_bytes
-            or self._file.kind("tail") != (dtype, (layers, 2, heads, tail, dim))
-            or any(self._file.kind(f"pages.{n}") != stored for n in range(layers))
-            or any(
-                self._file.kind(f"unpacked.{n}") != (dtype, layout.pages_shape(len(kept)))
-                or not all(0 <= at < pages for at in kept)
-                for n, kept in self._unpacked.items()
-            )
-        ):
-            raise CorruptFile("its KV has another layout than its model")
-
-    @contextmanager
-    def _errors_in_a_line(self) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError:
-            raise UsageError(
-                f"session {self.path}: there is no such file; save a context there first"
-            ) from None
-        except OSError as error:
-            raise UsageError(
-                f"session {self.path}: cannot be read ({error.strerror}); check the file, or read the text"
-                " again"
-            ) from None
-        except CorruptFile as error:
-            raise CorruptContext(
-                f"session {self.path}: is corrupt or no saved context ({error}); remove it and read the text"
-                " again"
-            ) from None
+    def _read_header(self) -> None:
+        super()._read_header()
+        stored = self._sizes
+        dtype, _ = self._file.kind("tail")
+        sizes = stored.layers, stored.kv_heads, stored.head_dim
+        self._layout = KVLayout(*sizes, dtype, stored.page_size, stored.packed)
 
     def begins(self, tokens: Sequence[int]) -> int:
         """Returns with how many tokens of the context a sequence of `tokens` may begin."""
@@ -362,16 +281,6 @@ class SavedContext:
         if layer not in self._unpacked:
             return {}
         return dict(zip(self._unpacked[layer], self._file.tensor(f"unpacked.{layer}").split(1), strict=True))
-
-    def close(self) -> None:
-        """Closes the file. Idempotent."""
-        self._file.close()
-
-    def __enter__(self) -> SavedContext:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _new_memory(start: int, end: int) -> list[Tensor]:

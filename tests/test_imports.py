@@ -1,4 +1,4 @@
-"""What a command imports: refusals and plans need neither torch nor transformers, which take seconds."""
+"""What a command imports: refusals, plans and lists of sessions need neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from offload_rt import cli
 
 PROGRAM = """
 import sys
@@ -44,6 +46,27 @@ def test_refusals_import_neither_torch_nor_transformers(command: list[str], said
     assert said in ended.stderr and ended.stdout == "2\n"
 
 
+@pytest.mark.parametrize("command", ["generate --prompt x", "ask Who?", "chat", "serve", "plan --context 8k"])
+@pytest.mark.parametrize("model", ["nosuch", "owner/nosuch"])
+def test_a_model_that_the_hub_cannot_be_asked_for(command: str, model: str) -> None:
+    ended = ended_command([*command.split(), "--model", model], HF_HUB_OFFLINE="1")
+    assert f"model {model}: there is no such folder" in ended.stderr
+    if "plan" not in command or "/" not in model:  # a plan may name a folder, which transformers reads
+        assert ended.stdout == "2\n"
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_listing_and_removing_sessions_imports_neither(saved: bool, tmp_path: Path) -> None:
+    if saved:
+        given = ["--prompt", "Call me", "--max-new-tokens", "1", "--session", "one", "--cache", str(tmp_path)]
+        assert cli.main(["generate", *given]) == 0
+    listed = ended_command(["sessions", "list", "--cache", str(tmp_path)])
+    assert listed.stdout.endswith("\n0\n") and ("one " in listed.stdout) == saved
+    assert ended_command(["sessions", "clear", "--cache", str(tmp_path)]).stdout.endswith("\n0\n")
+    removed = ended_command(["sessions", "rm", "one", "--cache", str(tmp_path)])
+    assert removed.stdout == ("0\n" if saved else "2\n")
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -62,8 +85,8 @@ def test_a_plan_for_named_models_and_cards_imports_neither(command: list[str], s
     assert any(line.startswith(said) for line in printed) and last == "0", ended
 
 
-def ended_command(command: list[str]) -> subprocess.CompletedProcess[str]:
+def ended_command(command: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
     """Runs a command without network; its last line is the exit code, and which of both it imported."""
-    environment = {**os.environ, **UNREACHABLE, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, **UNREACHABLE, **settings, "PYTHONPATH": str(Path(__file__).parents[1])}
     run = [sys.executable, "-c", PROGRAM, *command]
     return subprocess.run(run, capture_output=True, text=True, env=environment, timeout=60)

@@ -110,7 +110,9 @@ class ListNames(argparse.Action):
 
 def run(arguments: argparse.Namespace) -> int:
     overrides = dict(arguments.overrides) | ({"offload.ahead": 0} if arguments.no_ahead else {})
-    configs, hardware = load_configs(arguments.config, overrides), _hardware(arguments)
+    configs = load_configs(arguments.config, overrides)
+    # What is cheap to refuse comes first: measuring this machine takes a minute once.
+    named = None if arguments.gpu is None else _hardware(arguments)
 
     from offload_rt.commands import plan_report
     from offload_rt.levels.base import needs_draft_model, possible
@@ -119,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     from offload_rt.planning.planner import ranked, unquantized_experts
 
     target, tokens, stretched = _target(arguments)
+    hardware = named or _hardware(arguments)
     context, new_tokens = _sizes(tokens, arguments.new_tokens)
     dtype = choose_element(arguments.dtype, bool(hardware.gpus), target.dtype)
     target = replace(target, dtype=dtype or target.dtype)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from offload_rt.api import LLM
     from offload_rt.chat_forms import Message
     from offload_rt.context import Context
+    from offload_rt.session_files import SessionFiles
     from offload_rt.sessions import SessionFolder
 
 DEFAULT_FOLDER = "the folder sessions in the user's cache folder"
@@ -52,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    found = _folder(arguments.cache, None)
+    found = _files(arguments.cache)
     entries = found.entries()
     if arguments.json is not None:
         listed = [
@@ -73,15 +74,26 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _remove(arguments: argparse.Namespace) -> int:
-    folder = _folder(arguments.cache, None)
+    folder = _files(arguments.cache)
     for name in arguments.names:
         folder.remove(name)
     return 0
 
 
 def _clear(arguments: argparse.Namespace) -> int:
-    print(f"removed {_folder(arguments.cache, None).clear()} cached prefixes")
+    print(f"removed {_files(arguments.cache).clear()} cached prefixes")
     return 0
+
+
+def _files(cache: str | Path) -> SessionFiles:
+    """Returns the files of the folder that `--cache` names."""
+    from offload_rt.session_files import SessionFiles
+
+    return SessionFiles(_path(cache))
+
+
+def _path(cache: str | Path) -> Path | None:
+    return None if cache in (CACHE_ON, CACHE_OFF) else Path(cache)
 
 
 def _folder(cache: str | Path, limit_gib: float | None) -> SessionFolder:
@@ -89,7 +101,7 @@ def _folder(cache: str | Path, limit_gib: float | None) -> SessionFolder:
     from offload_rt.sessions import SessionFolder
 
     limit = None if limit_gib is None else int(limit_gib * GIB)
-    return SessionFolder(None if cache in (CACHE_ON, CACHE_OFF) else Path(cache), limit)
+    return SessionFolder(_path(cache), limit)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,9 +168,9 @@ class Sessions:
         """Returns the chat messages of the session, and when they were rendered; None: it has none."""
         if self._folder is None or self._name is None or not self._folder.path(self._name).exists():
             return None, None
-        from offload_rt.saved_context import SavedContext
+        from offload_rt.context_files import ContextFile
 
-        with SavedContext(self._folder.path(self._name)) as saved:
+        with ContextFile(self._folder.path(self._name)) as saved:
             return saved.messages, saved.date
 
     def open(self, llm: LLM, tokens: Sequence[int], room: int) -> Context:
@@ -179,10 +191,10 @@ class Sessions:
         """Refuses a prompt that shares less than half of the session, which it would take the place of."""
         if self._name is None or not (path := folder.path(self._name)).exists():
             return
-        from offload_rt.saved_context import SavedContext
+        from offload_rt.context_files import ContextFile
         from offload_rt.text import common_beginning
 
-        with SavedContext(path) as saved:
+        with ContextFile(path) as saved:
             held, common = len(saved.tokens), common_beginning(saved.tokens, tokens)
         if 2 * common < held:
             raise UsageError(

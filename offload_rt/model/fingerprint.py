@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
-from dataclasses import asdict, dataclass
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from cpu_kv.sizes import dtype_name
+from offload_rt.context_files import Fingerprint
 from offload_rt.model.quantized_weights import bitsandbytes_scales, named_weights
 from offload_rt.model.runner import CausalModel
 
@@ -34,58 +32,20 @@ Any other setting may, those included that a later transformers adds.
 """
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """Describes a model as it was loaded.
+def fingerprint_of(model: CausalModel, tokenizer: str | None) -> Fingerprint:
+    """Returns the fingerprint of a runner, whose frequencies may be those of long sequences.
 
-    Attributes:
-        layout: layers, KV heads and head dimension.
-        rotary: rotary frequencies, in radians per position, and the factor on cosines and sines.
-        tokenizer: digest of the vocabulary; None: unknown, as there is no tokenizer.
-        weights: digest of architecture and weights.
+    Args:
+        tokenizer: digest of the vocabulary; None: unknown.
     """
-
-    layout: tuple[int, int, int]
-    dtype: str
-    rotary: tuple[float, ...]
-    tokenizer: str | None
-    weights: str
-
-    @classmethod
-    def of(cls, model: CausalModel, tokenizer: str | None) -> Self:
-        """Returns the fingerprint of a runner, whose frequencies may be those of long sequences."""
-        layout = model.kv_layout()
-        return cls(
-            (layout.layers, layout.kv_heads, layout.head_dim),
-            dtype_name(model.dtype),
-            (*model.rotary_frequencies.double().tolist(), model.rotary_factor),
-            tokenizer,
-            weights_digest(model),
-        )
-
-    def difference(self, other: Fingerprint) -> str | None:
-        """Returns what the KV of `other` was computed by and this model has not; None: it fits."""
-        if self.layout != other.layout:
-            return f"another KV layout (layers, heads, head dimension {other.layout}, here {self.layout})"
-        if self.dtype != other.dtype:
-            return f"another dtype ({other.dtype}, here {self.dtype})"
-        # Devices may compute frequencies that differ in the last bit.
-        close = (math.isclose(*pair, rel_tol=1e-5) for pair in zip(self.rotary, other.rotary, strict=False))
-        if len(self.rotary) != len(other.rotary) or not all(close):
-            return "other rotary settings (rope scaling, or a sequence beyond longrope's original context)"
-        if None not in (self.tokenizer, other.tokenizer) and self.tokenizer != other.tokenizer:
-            return "another tokenizer"
-        return None if self.weights == other.weights else "another model"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Raises ValueError, KeyError or TypeError for anything else."""
-        stated: dict[str, Any] = json.loads(text)
-        layers, heads, dim = stated.pop("layout")
-        return cls(layout=(layers, heads, dim), rotary=tuple(map(float, stated.pop("rotary"))), **stated)
+    layout = model.kv_layout()
+    return Fingerprint(
+        (layout.layers, layout.kv_heads, layout.head_dim),
+        dtype_name(model.dtype),
+        (*model.rotary_frequencies.double().tolist(), model.rotary_factor),
+        tokenizer,
+        weights_digest(model),
+    )
 
 
 def weights_digest(model: CausalModel) -> str:

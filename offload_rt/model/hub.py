@@ -6,7 +6,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from huggingface_hub import constants, get_session, snapshot_download
+from huggingface_hub import constants, get_session, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.gguf_files import refuse_gguf
@@ -56,10 +57,18 @@ def located(source: str | Path) -> str | Path:
     Raises:
         UsageError: the hub cannot be reached, and the model is not in its cache.
     """
-    if Path(source).exists() or constants.HF_HUB_OFFLINE or (failure := _hub_failure()) is None:
+    if Path(source).exists():
         return source
-    with suppress(Exception):
-        return snapshot_download(str(source), local_files_only=True)
+    if constants.HF_HUB_OFFLINE:
+        with suppress(HFValidationError):
+            if isinstance(try_to_load_from_cache(str(source), "config.json"), str):
+                return source
+        failure: str | None = "HF_HUB_OFFLINE is set"
+    elif (failure := _hub_failure()) is None:
+        return source
+    else:
+        with suppress(Exception):
+            return snapshot_download(str(source), local_files_only=True)
     raise UsageError(
         f"model {source}: there is no such folder here, and no model of that ID can be had: the hub cannot be"
         f" reached ({failure}), and its cache does not hold the model; give the folder that does"

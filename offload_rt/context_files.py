@@ -1,0 +1,177 @@
+"""Files of saved contexts, read without torch: what they hold, and the model that read it.
+
+`saved_context` writes them, and loads their KV.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from cpu_kv import ElementType, KVSizes
+from offload_rt.checked_headers import CheckedHeader, CorruptFile
+from offload_rt.errors import UsageError
+
+KIND = "offload-rt context"
+VERSION = 2
+"""Of files with packed pages; others are written as version 1, which knows none."""
+_TYPES = {
+    "F64": ElementType.FLOAT64,
+    "F32": ElementType.FLOAT32,
+    "F16": ElementType.FLOAT16,
+    "BF16": ElementType.BFLOAT16,
+}
+
+Messages = list[dict[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Describes a model as it was loaded.
+
+    Attributes:
+        layout: layers, KV heads and head dimension.
+        rotary: rotary frequencies, in radians per position, and the factor on cosines and sines.
+        tokenizer: digest of the vocabulary; None: unknown, as there is no tokenizer.
+        weights: digest of architecture and weights.
+    """
+
+    layout: tuple[int, int, int]
+    dtype: str
+    rotary: tuple[float, ...]
+    tokenizer: str | None
+    weights: str
+
+    def difference(self, other: Fingerprint) -> str | None:
+        """Returns what the KV of `other` was computed by and this model has not; None: it fits."""
+        if self.layout != other.layout:
+            return f"another KV layout (layers, heads, head dimension {other.layout}, here {self.layout})"
+        if self.dtype != other.dtype:
+            return f"another dtype ({other.dtype}, here {self.dtype})"
+        # Devices may compute frequencies that differ in the last bit.
+        close = (math.isclose(*pair, rel_tol=1e-5) for pair in zip(self.rotary, other.rotary, strict=False))
+        if len(self.rotary) != len(other.rotary) or not all(close):
+            return "other rotary settings (rope scaling, or a sequence beyond longrope's original context)"
+        if None not in (self.tokenizer, other.tokenizer) and self.tokenizer != other.tokenizer:
+            return "another tokenizer"
+        return None if self.weights == other.weights else "another model"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises ValueError, KeyError or TypeError for anything else."""
+        stated: dict[str, Any] = json.loads(text)
+        layers, heads, dim = stated.pop("layout")
+        return cls(layout=(layers, heads, dim), rotary=tuple(map(float, stated.pop("rotary"))), **stated)
+
+
+class CorruptContext(UsageError):
+    """Raised for a file that is no saved context, or is not as it was written."""
+
+
+class ContextFile:
+    """A saved context, open for reading; its header and tokens are read and checked, without torch.
+
+    Attributes:
+        tokens: token IDs.
+        messages: the chat messages that they stand for; None: there are none.
+        date: when the messages were rendered; None: the file does not say it.
+        model: name of the model that read them.
+        fingerprint: of that model.
+
+    Raises:
+        UsageError: there is no such file, it is corrupt, or of another kind or a newer version.
+    """
+
+    _opens: ClassVar[type[CheckedHeader]] = CheckedHeader
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._errors_in_a_line():
+            if path.exists() and not path.is_file():
+                raise CorruptFile("it is a folder, a pipe or a device")
+            self._file = self._opens(path)
+            try:
+                self._read_header()
+            except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
+                self.close()
+                raise CorruptFile("its metadata cannot be read") from None
+            except BaseException:
+                self.close()
+                raise
+
+    def _read_header(self) -> None:
+        about = self._file.about
+        if about.get("kind") != KIND:
+            raise CorruptFile("it is no saved context")
+        if int(about["version"]) > VERSION:
+            raise UsageError(
+                f"session {self.path}: was saved by a newer version of offload-rt (format {about['version']},"
+                f" this one reads {VERSION}); install that version, or read the text again"
+            )
+        self.model = about["model"]
+        self.fingerprint = Fingerprint.from_json(about["fingerprint"])
+        self.messages: Messages = json.loads(about["messages"])
+        self.date = datetime.fromisoformat(about["date"]) if about.get("date") else None
+        self._reads = [int(at) for at in json.loads(about["reads"])]
+        self._described: list[Any] = json.loads(about.get("local", "null")) or [None] * len(self._reads)
+        self.tokens: list[int] = self._file.integers("tokens")
+        _, (pages, *_) = self._file.stored("pages.0")
+        kind, (*_, tail, _) = self._file.stored("tail")
+        layers, heads, dim = self.fingerprint.layout
+        page, packed = int(about["page_size"]), about.get("code") == "packed"
+        self._sizes = sizes = KVSizes(layers, heads, dim, ElementType(self.fingerprint.dtype), page, packed)
+        unpacked = json.loads(about.get("unpacked", "{}"))
+        self._unpacked = {int(layer): [int(at) for at in kept] for layer, kept in unpacked.items()}
+        stored = ("U8", (pages, sizes.page_bytes)) if packed else (kind, sizes.pages_shape(pages))
+        self._in_pages = pages * sizes.page_size
+        self._length = self._in_pages + tail
+        if (
+            _TYPES.get(kind) is not sizes.dtype
+            or self._file.piece_bytes % sizes.page_bytes
+            or self._file.stored("tail") != (kind, (layers, 2, heads, tail, dim))
+            or any(self._file.stored(f"pages.{n}") != stored for n in range(layers))
+            or any(
+                self._file.stored(f"unpacked.{n}") != (kind, sizes.pages_shape(len(kept)))
+                or not all(0 <= at < pages for at in kept)
+                for n, kept in self._unpacked.items()
+            )
+        ):
+            raise CorruptFile("its KV has another layout than its model")
+
+    @contextmanager
+    def _errors_in_a_line(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise UsageError(
+                f"session {self.path}: there is no such file; save a context there first"
+            ) from None
+        except OSError as error:
+            raise UsageError(
+                f"session {self.path}: cannot be read ({error.strerror}); check the file, or read the text"
+                " again"
+            ) from None
+        except CorruptFile as error:
+            raise CorruptContext(
+                f"session {self.path}: is corrupt or no saved context ({error}); remove it and read the text"
+                " again"
+            ) from None
+
+    def close(self) -> None:
+        """Closes the file. Idempotent."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
