@@ -46,5 +46,5 @@ def no_cuda_device() -> str | None:
         return f"{found}; update the driver, or install a build for CUDA {newest}: {install}"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = "" if hidden is None else f" (it is {hidden!r})"
-    remedy = "check that nvidia-smi lists the GPU" if driver else "install the driver"
-    return f"{found}; {remedy}, and that CUDA_VISIBLE_DEVICES does not hide the GPU{shown}"
+    remedy = "check that nvidia-smi lists the GPU, and" if driver else "install the driver, and check"
+    return f"{found}; {remedy} that CUDA_VISIBLE_DEVICES does not hide the GPU{shown}"
