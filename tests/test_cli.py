@@ -162,6 +162,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     api.LLM, api.SamplingParams = LLM, SimpleNamespace
     monkeypatch.setitem(sys.modules, "offload_rt.api", api)
     monkeypatch.setattr(loading, "load_tokenizer", lambda source: CharacterTokenizer())
+    monkeypatch.setattr("offload_rt.model.hub.located", lambda source: source)  # the hub has any model
     return LLM
 
 

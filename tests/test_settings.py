@@ -111,6 +111,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
             cli.main(["generate", "--prompt-tokens", os.devnull, *line.split()])
         return found
 
+    monkeypatch.setattr("offload_rt.model.hub.located", lambda source: source)  # the hub has any model
     monkeypatch.setattr("offload_rt.commands.prompts.read", lambda arguments, console: [1, 2])
     return asked
 
