@@ -67,8 +67,7 @@ class Shape(NamedTuple):
 SHAPES = {
     "llama2-7b": Shape(32, 32, 128, torch.bfloat16, 8),
     "llama3.1-8b": Shape(32, 8, 128, torch.bfloat16, 4),
-    "llama3.1-8b in float16": Shape(32, 8, 128, torch.float16, 8),
-    "demo": Shape(4, 4, 64, torch.bfloat16, 8),
+    "demo in float16": Shape(4, 4, 64, torch.float16, 8),
 }
 WIDE = Shape(16, 2, 256, torch.bfloat16, 8)
 """As of Qwen3.5 and Gemma 3, whose heads are the widest."""
