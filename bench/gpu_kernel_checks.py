@@ -129,9 +129,8 @@ def _quantized(given: Given, heads: int, kv_heads: int, bits: int) -> tuple[floa
         return triton_operators.combine(*merged)
 
     wanted = operators.combine(*operators.attend_quantized(queries, *layer, seen, HEAD_DIM**-0.5))
-    return largest_error(attend(), wanted), sum(tensor.nbytes for tensor in layer) / milliseconds(
-        given, attend
-    ) / 1e6
+    worst = largest_error(attend(), wanted)
+    return worst, sum(tensor.nbytes for tensor in layer) / milliseconds(given, attend) / 1e6
 
 
 @torch.inference_mode()

@@ -73,8 +73,6 @@ class TransferEngine:
     # Committed KV never changes, so the link may prefetch it at any time, before anything is decided. KV that
     # is being written back is committed only when its copy has ended: then the sequence advances. Both sides
     # of every copy are contiguous, so it is one transfer whatever the number of heads.
-
-    PROMPT_WRITES = PROMPT_WRITES
     READ_TOKENS = 64  # read at a time, of all layers: bounds the host buffer, which is kept
 
     def __init__(
@@ -175,7 +173,7 @@ class TransferEngine:
         paged = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=keys.device)
         for place, part in cut_alike(parts_of_pages(paged, 0, count), keys.detach(), values.detach()):
             place.copy_(part)
-        while len(self._writes) >= self.PROMPT_WRITES:
+        while len(self._writes) >= PROMPT_WRITES:
             self._finish_oldest_write()
         ahead = sum(write.tokens for write in self._writes if layer in write.layers)
         start = self.sequence.layer_length(layer) + ahead

@@ -14,8 +14,16 @@ CHECKSUMS = "checksums"
 PIECE = "piece_bytes"
 LONGEST_HEADER = 100_000_000
 """Bytes of a header, as safetensors limits it."""
-ITEM_BYTES = {"I64": 8, "I32": 4, "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
-"""Bytes of a number by its type, as safetensors calls it."""
+DTYPES = {
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "U8": ("uint8", 1),
+}
+"""Types of numbers as safetensors calls them: their names in torch, and their bytes."""
 _MOST_VIEWS = os.sysconf("SC_IOV_MAX")  # of memory, that one read fills
 
 
@@ -71,7 +79,7 @@ class CheckedHeader:
         for name, one in described.items():
             kind, shape, before = one["dtype"], tuple(map(int, one["shape"])), end
             start, end = map(int, one["data_offsets"])
-            byte_count = prod(shape) * ITEM_BYTES[kind]
+            byte_count = prod(shape) * DTYPES[kind][1]
             if (start, end) != (before, before + byte_count) or min(shape, default=0) < 0:
                 raise CorruptFile(f"the size of {name} is wrong")
             self._tensors[name] = kind, shape, 8 + length + start, 8 + length + end

@@ -19,20 +19,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from offload_rt.checked_headers import CHECKSUMS, PIECE, CheckedHeader, cut, pieces_of
+from offload_rt.checked_headers import CHECKSUMS, DTYPES, PIECE, CheckedHeader, cut, pieces_of
 
 WORKERS = min(8, os.cpu_count() or 1)
 """Threads that read and take checksums; a core takes one of 1 to 3 GB a second."""
 _PENDING = 4 * WORKERS
-_DTYPES = {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U8": torch.uint8,
-}
+_DTYPES: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, (name, _) in DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Report = Callable[[int, int], object]

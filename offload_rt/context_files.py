@@ -15,18 +15,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from cpu_kv import ElementType, KVSizes
-from offload_rt.checked_headers import CheckedHeader, CorruptFile
+from offload_rt.checked_headers import DTYPES, CheckedHeader, CorruptFile
 from offload_rt.errors import UsageError
 
 KIND = "offload-rt context"
 VERSION = 2
 """Of files with packed pages; others are written as version 1, which knows none."""
-_TYPES = {
-    "F64": ElementType.FLOAT64,
-    "F32": ElementType.FLOAT32,
-    "F16": ElementType.FLOAT16,
-    "BF16": ElementType.BFLOAT16,
-}
 
 Messages = list[dict[str, Any]] | None
 
@@ -135,7 +129,7 @@ class ContextFile:
         self._in_pages = pages * sizes.page_size
         self._length = self._in_pages + tail
         if (
-            _TYPES.get(kind) is not sizes.dtype
+            DTYPES[kind][0] != self.fingerprint.dtype
             or self._file.piece_bytes % sizes.page_bytes
             or self._file.stored("tail") != (kind, (layers, 2, heads, tail, dim))
             or any(self._file.stored(f"pages.{n}") != stored for n in range(layers))

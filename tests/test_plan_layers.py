@@ -17,7 +17,8 @@ from tiny_models import random_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from cpu_kv import ElementType, TransferEngine
+from cpu_kv import ElementType
+from cpu_kv.sizes import PROMPT_WRITES
 from offload_rt import cli
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
@@ -203,7 +204,7 @@ def test_a_prefill_holds_the_kv_of_a_layer_where_one_is_full() -> None:
         replace(MISTRAL, kinds=kinds) for kinds in (MISTRAL.kinds, LayerKinds.uniform(32, 8, 128))
     )
     difference = gpu_memory(asked(full), 0)["prefill"] - gpu_memory(asked(sliding), 0)["prefill"]
-    written = (TransferEngine.PROMPT_WRITES + 1) * 2048
+    written = (PROMPT_WRITES + 1) * 2048
     assert difference == (30_000 + written) * 2 * 8 * 128 * 2
     # A mixer needs more for a chunk than an MLP.
     without = replace(QWEN, recurrence=replace(QWEN.recurrence, working_bytes=0))

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from uneven_link import LateLink
 
 from cpu_kv import CpuLink, Link, PacedLink, PagedKVStore, TransferEngine
+from cpu_kv.sizes import PROMPT_WRITES
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.selection import LAST_QUERIES
@@ -148,7 +149,7 @@ def test_one_layer_is_on_the_device_at_a_time() -> None:
     layer_bytes = len(tokens) * cache.layout.layer_token_bytes
     chunk_bytes = layer_bytes * 32 // len(tokens)
     assert len(seen) == 5 * 16
-    most = layer_bytes + (TransferEngine.PROMPT_WRITES + 2) * chunk_bytes  # with the chunk itself
+    most = layer_bytes + (PROMPT_WRITES + 2) * chunk_bytes  # with the chunk itself
     assert layer_bytes <= min(seen[:-1]) and max(seen) <= most
 
 

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from bench.random_models import config_of
 from cpu_kv import ElementType
 from offload_rt.errors import UsageError
+from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.config_shapes import from_config, shape_of
 from offload_rt.model.loading import demo_model, load_model
-from offload_rt.model.named_shapes import SHAPES, find_shape
+from offload_rt.model.named_shapes import SHAPES, find_shape, known_name
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((arch, {}) for arch in ARCHITECTURES),
@@ -62,6 +63,9 @@ def test_the_demo_pair_comes_from_its_packaged_config(name: str, part: str) -> N
     model = load_model(demo_model(part), torch.device("cpu"), torch.float32)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.name == name and shape.max_positions == 262_144
+    read = from_config(model_config(demo_model(part)), ElementType.FLOAT32, name)
+    assert (shape, shape.family, shape.rope_scaled) == (read, read.family, read.rope_scaled)
+    assert known_name(f"owner/{name}") is None
 
 
 def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:

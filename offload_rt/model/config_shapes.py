@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cpu_kv import ElementType
-from cpu_kv.sizes import dtype_name
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.attention_hook import refuse_unsupported
 from offload_rt.model.layer_kinds import LayerKind, layer_kinds
@@ -78,6 +77,8 @@ def shape_of(
     paged = next((kind for kind in attention if kind.full), attention[0])
     mlps = [getattr(layer, "mlp", None) for layer in model.model.layers]
     experts = [getattr(mlp, "experts", None) for mlp in mlps]
+    # transformers builds a model in a floating-point type of torch alone.
+    own = ElementType.of(text.dtype) if isinstance(text.dtype, torch.dtype) else ElementType.FLOAT32
     quantized: dict[str, Any] = {}
     if quantization is not None:
         weights = (
@@ -114,18 +115,5 @@ def shape_of(
         ),
         quantization=quantization,
         **quantized,
-        dtype=dtype or _own(text.dtype, name),
+        dtype=dtype or own,
     )
-
-
-def _own(dtype: object, name: str) -> ElementType:
-    """Returns the element type that a config names; float32 where it names none."""
-    if not isinstance(dtype, torch.dtype):
-        return ElementType.FLOAT32
-    try:
-        return ElementType.of(dtype)
-    except ValueError:
-        raise UsageError(
-            f"model {name}: config.json says that it is in {dtype_name(dtype)}, in which no model runs;"
-            " name another type with --dtype, e.g. bfloat16"
-        ) from None

@@ -60,9 +60,8 @@ def located(source: str | Path) -> str | Path:
     if Path(source).exists():
         return source
     if constants.HF_HUB_OFFLINE:
-        with suppress(HFValidationError):
-            if isinstance(try_to_load_from_cache(str(source), "config.json"), str):
-                return source
+        if cached_config(str(source)) is not None:
+            return source
         failure: str | None = "HF_HUB_OFFLINE is set"
     elif (failure := _hub_failure()) is None:
         return source
@@ -73,6 +72,14 @@ def located(source: str | Path) -> str | Path:
         f"model {source}: there is no such folder here, and no model of that ID can be had: the hub cannot be"
         f" reached ({failure}), and its cache does not hold the model; give the folder that does"
     )
+
+
+def cached_config(name: str) -> Path | None:
+    """Returns the config.json of a hub ID in the hub's cache; None: it is not there."""
+    with suppress(HFValidationError):
+        if isinstance(found := try_to_load_from_cache(name, "config.json"), str):
+            return Path(found)
+    return None
 
 
 @cache

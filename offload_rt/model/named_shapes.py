@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cpu_kv import ElementType
 from offload_rt.errors import UsageError
-from offload_rt.model.hub import DEMO, DEMO_DRAFT
+from offload_rt.model.hub import DEMO, DEMO_DRAFT, DEMO_PARTS, cached_config, check_exists
 from offload_rt.model.layer_kinds import LayerKind, LayerKinds, Recurrence
 from offload_rt.model.quantization import Quantization, packed_mxfp4
 from offload_rt.model.rope import Yarn
@@ -209,15 +209,18 @@ def known_name(name: str) -> str | None:
 
     A hub ID is known by what follows its owner; a folder is not.
     """
+    if name in SHAPES:
+        return name
     if Path(name).exists() or name.count("/") > 1 or name.startswith((".", "~", "/")):
-        return SHAPES[name].name if name in SHAPES else None
+        return None
     name = name.rpartition("/")[2]
 
     def plain(name: str) -> str:
         parts = re.split(r"[-_ ]", name.lower())
         return "".join(part for part in parts if not _VARIANT.fullmatch(part))
 
-    return next((known for known in SHAPES if plain(known) == plain(name)), None)
+    published = (known for known in SHAPES if known not in DEMO_PARTS)
+    return next((known for known in published if plain(known) == plain(name)), None)
 
 
 def find_shape(
@@ -242,14 +245,13 @@ def find_shape(
     name = str(source)
     known = known_name(name)
     if name not in SHAPES and ("/" in name or Path(name).exists()):
-        from huggingface_hub import try_to_load_from_cache
-
-        config = try_to_load_from_cache(name, "config.json") if known is not None else None
-        if known is None or isinstance(config, str):
-            from offload_rt.model.checkpoint_config import model_config  # with torch
+        config = cached_config(name) if known is not None else None
+        if known is None or config is not None:
+            folder = source if config is None else config.parent
+            check_exists(folder)
+            from offload_rt.model.checkpoint_config import model_config  # with torch, which takes seconds
             from offload_rt.model.config_shapes import from_config
 
-            folder = Path(config).parent if isinstance(config, str) else source
             return from_config(model_config(folder, rope), dtype, name, quantize)
     if known is None:
         raise UsageError(
