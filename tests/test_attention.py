@@ -151,6 +151,23 @@ def folded(backend: AttentionBackend, mask: Tensor, queries: Tensor, keys: Tenso
     return folded_mask(backend, mask, queries, len(keys))
 
 
+@BACKENDS
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_segment_without_keys_adds_nothing(
+    made: Made, dtype: torch.dtype, device: torch.device, queries: int
+) -> None:
+    """What kernels of CUDA return for no keys is undefined, and would count."""
+    backend = ready(made)
+    q, k, v = random_parts(4, 2, queries, 24, dtype, device, seed=5)
+    q, k, v = fold(q, 2), k[None], v[None]
+    nothing = k[:, :, :0], v[:, :, :0], SCALE, None
+    out, lse = backend.add(None, q, *nothing)
+    assert not out.any() and bool(torch.isneginf(lse).all())
+    whole = backend.add(None, q, k, v, SCALE, None)
+    for total in (backend.add(whole, q, *nothing), backend.add((out, lse), q, k, v, SCALE, None)):
+        torch.testing.assert_close(total, whole, rtol=1e-6, atol=1e-6)
+
+
 def laid_out(part: Tensor, page: int | None) -> Tensor:
     """A segment `[kv_heads, tokens, head_dim]` in pages or as a strided view; what lies beside it is NaN."""
     heads, tokens, dim = part.shape

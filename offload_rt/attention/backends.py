@@ -150,6 +150,13 @@ class _TorchBackend(AttentionBackend):
         # Each page is a batch entry. Where results would be larger than the keys, the pages are put side by
         # side first.
         pages, _, tokens, _ = keys.shape
+        if keys.numel() == 0:
+            # torch's kernel for CPUs divides by zero, which kills the process. Those for CUDA return a
+            # log-sum-exp that would count in a merge.
+            wide = torch.promote_types(queries.dtype, torch.float32)
+            return torch.zeros_like(queries)[None], queries.new_full(
+                (1, *queries.shape[:2]), -torch.inf, dtype=wide
+            )
         if pages > 1 and (mask is not None or queries.shape[1] > tokens):
             keys, values = head_major(keys)[None], head_major(values)[None]
             pages = 1
@@ -190,11 +197,6 @@ class TorchCpuBackend(_TorchBackend):
     def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if keys.numel() == 0:  # torch's kernel divides by zero, which kills the process
-            wide = torch.promote_types(queries.dtype, torch.float32)
-            return torch.zeros_like(queries)[None], queries.new_full(
-                (1, *queries.shape[:2]), -torch.inf, dtype=wide
-            )
         with torch_threads(self.threads):
             outs, lses = super().parts(queries, keys, values, scale, mask)
         if mask is not None:
@@ -298,7 +300,7 @@ class TorchCudaBackend(_TorchBackend):
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         pages, _, tokens, _ = keys.shape
-        if mask is None or pages > 1 or tokens % MASKED_PAGE or tokens == MASKED_PAGE:
+        if mask is None or pages > 1 or tokens % MASKED_PAGE or tokens <= MASKED_PAGE:
             return super().parts(queries, keys, values, scale, mask)
         # The kernel gives each key head one thread block per tile of queries, and a draft has few queries:
         # 8 to 32 blocks on a GPU of 128 multiprocessors. Splitting the keys into pages makes more blocks.
