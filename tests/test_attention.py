@@ -160,12 +160,14 @@ def test_a_segment_without_keys_adds_nothing(
     backend = ready(made)
     q, k, v = random_parts(4, 2, queries, 24, dtype, device, seed=5)
     q, k, v = fold(q, 2), k[None], v[None]
-    nothing = k[:, :, :0], v[:, :, :0], SCALE, None
-    out, lse = backend.add(None, q, *nothing)
-    assert not out.any() and bool(torch.isneginf(lse).all())
     whole = backend.add(None, q, k, v, SCALE, None)
-    for total in (backend.add(whole, q, *nothing), backend.add((out, lse), q, k, v, SCALE, None)):
-        torch.testing.assert_close(total, whole, rtol=1e-6, atol=1e-6)
+    for mask in (None, backend.mask(q.new_zeros(q.shape[1], 0), dtype)):
+        for empty in ((k[:, :, :0], v[:, :, :0]), (k[:0], v[:0])):  # no tokens; no pages
+            nothing = *empty, SCALE, mask
+            out, lse = backend.add(None, q, *nothing)
+            assert not out.any() and bool(torch.isneginf(lse).all())
+            for total in (backend.add(whole, q, *nothing), backend.add((out, lse), q, k, v, SCALE, None)):
+                torch.testing.assert_close(total, whole, rtol=1e-6, atol=1e-6)
 
 
 def laid_out(part: Tensor, page: int | None) -> Tensor:

@@ -147,9 +147,6 @@ class _TorchBackend(AttentionBackend):
     def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        # Each page is a batch entry. Where results would be larger than the keys, the pages are put side by
-        # side first.
-        pages, _, tokens, _ = keys.shape
         if keys.numel() == 0:
             # torch's kernel for CPUs divides by zero, which kills the process. Those for CUDA return a
             # log-sum-exp that would count in a merge.
@@ -157,6 +154,9 @@ class _TorchBackend(AttentionBackend):
             return torch.zeros_like(queries)[None], queries.new_full(
                 (1, *queries.shape[:2]), -torch.inf, dtype=wide
             )
+        # Each page is a batch entry. Where results would be larger than the keys, the pages are put side by
+        # side first.
+        pages, _, tokens, _ = keys.shape
         if pages > 1 and (mask is not None or queries.shape[1] > tokens):
             keys, values = head_major(keys)[None], head_major(values)[None]
             pages = 1
