@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     about = f"checks (default: all but {', '.join(ASKED_FOR)}, and those of two GPUs where there are two)"
     parser.add_argument("--only", type=kind, metavar="A,B", help=about)
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines (default: in bench/results)")
-    parser.add_argument("--quick", action="store_true", help="five minutes in all")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes: five minutes in total")
 
 
 def run(arguments: argparse.Namespace) -> int:

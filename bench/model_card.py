@@ -107,7 +107,7 @@ def window_of(prompt: Sequence[int], window: int, beginning: int | None) -> list
 
 
 MODEL_CARD = Study(
-    note="Columns `paper` are the paper's figures, of another model.",
+    note="Columns `paper` are the paper's own figures, for another model.",
     sizes=Sizes(),
     quick={"context": 8192, "step": 1024, "positions": 128},
     minutes=(20, 2),

@@ -149,7 +149,7 @@ def _ms(work: Callable[[], object], turns: int) -> float:
 
 
 PAGES = Study(
-    note="Medians, of the embedded models in bfloat16 and the text of the demo.",
+    note="Medians, for the embedded models in bfloat16 on the demo's text.",
     sizes=Sizes(),
     quick={"context": 2048, "turns": 1, "queries": (3,)},
     minutes=(3, 1),

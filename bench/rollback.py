@@ -153,7 +153,7 @@ def _mixers(sequence: TokenSequence, rows: int, step: int) -> None:
 
 
 ROLLBACK = Study(
-    note="Medians in ms of a model with random weights in the manner of Qwen3.5, in float32.",
+    note="Medians in ms of a model with random weights, shaped like Qwen3.5, in float32.",
     sizes=Sizes(),
     quick={"contexts": (1024,), "hidden": 256, "turns": 1},
     minutes=(4, 1),

@@ -40,11 +40,11 @@ from offload_rt.text import encode
 ABOUT = """\
 All systems have the same weights, token IDs and machine, and their own best settings. They continue the same
 prompt in turn, greedily, and no end token stops them. A time per token is the median over turns, without
-prefill. Tokens are compared with the first system's; a gap is by how much its logit of its own token is
-higher where they first differ. Ratios are over transformers with its static cache, the fastest that it has
-for long prompts, and over our plain decoding. A plain pass reads KV and weights in memory, or KV over an
-emulated link; `of bound` counts the tokens that a pass yields. Systems of one program share a process, and
-with it the prefill and the peak of memory.
+prefill. Tokens are compared with the first system's; a gap is how much higher its logit of its own token is
+where they first differ. Ratios are over transformers with its static cache, the fastest that it has for long
+prompts, and over our plain decoding. A plain pass reads KV and weights in memory, or KV over an emulated
+link; `of bound` counts the tokens that a pass yields. Systems of one program share a process, and with it the
+prefill and the peak of memory.
 """
 ROUNDS = """\
 The engine over a link, against its own plain decoding and its lower bounds. On a CPU the link is paced: it
@@ -59,7 +59,7 @@ CHUNK = 2048  # prompt tokens that are read at a time
 ROOM = 8  # tokens behind the longest continuation
 REFERENCES = {"× StaticCache": "transformers:static", "× our plain": "ours:plain"}
 ROUND_COLUMNS = {
-    "tokens a round": "tokens_per_round",
+    "tokens per round": "tokens_per_round",
     "pass": "pass_ms",
     "draft": "draft_ms",
     "ahead": "ahead_ms",
@@ -329,7 +329,7 @@ def _cells(row: Row, record: Row, rows: Sequence[Row]) -> Row:
         "least": spread["min"],
         "most": spread["max"],
         **ratios,
-        "tokens a pass": yielded,
+        "tokens per pass": yielded,
         "accepted": ", ".join(f"{share:.0%}" for share in row["accepted"].values()) or None,
         "of bound": share and f"{share:.0%}",
         "prefill s": row["prefill_ms"] / 1e3,

@@ -132,7 +132,7 @@ Of such a model, a sequence can return to up to eight lengths at which something
 taken back to a length between them is read again from the one before. Layers cannot be grouped or left out,
 and passes are not recorded as CUDA graphs.
 
-Of a checkpoint that takes images or sound too (Gemma 3 and 4, Ministral 3, Qwen3.5), the language model alone
+Of a checkpoint that takes images or sound too (Gemma 3 and 4, Ministral 3, Qwen3.5), only the language model
 is loaded, where transformers has it on its own.
 
 Latent attention (MLA: DeepSeek, GLM-4.7-Flash, MiniCPM3) is refused. It would take pages of the compressed
@@ -305,7 +305,7 @@ def _name(kind: LayerKind) -> str:
         return f"attention beside a {state}" if kind.kv_heads else state
     if kind.windowed:
         return "window"
-    return "full" if kind.full else "MLP alone"
+    return "full" if kind.full else "only MLP"
 
 
 def page(rows: list[Row]) -> str:

@@ -80,7 +80,7 @@ def continue_batch(
     if len({id(context) for context in contexts}) < len(contexts):
         raise UsageError("a context is in the batch twice: give a fork of it")
     if any(context.host is not llm for context in contexts):
-        raise UsageError("a context of the batch belongs to another LLM: give those of this one")
+        raise UsageError("a context of the batch belongs to another LLM: pass contexts of this LLM")
     with llm.engine.lock, ExitStack() as closing:
         streams = list[TokenStream]()
         for at, context in enumerate(contexts):

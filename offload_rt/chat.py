@@ -258,7 +258,9 @@ class ChatTemplate:
             prompt = self.encode([{"role": "user", "content": "Who?"}], thinking=asked)
             if self._marks.come_first(prompt):
                 return True
-            raise UsageError("json-schema leaves no room for thoughts: leave it out, or do not ask for them")
+            raise UsageError(
+                "json-schema cannot be combined with thinking: omit the schema, or turn thinking off"
+            )
         return False if self._has_switch else thinking
 
     @property

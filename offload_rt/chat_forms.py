@@ -36,7 +36,7 @@ def forms(messages: list[Message]) -> Iterator[tuple[Sequence[Mapping[str, Any]]
     yield messages, None
     yield _in_parts(messages), None
     if folded := _folded(messages):
-        notice = "takes no system message: its text stands before the first user message"
+        notice = "takes no system message: its text is placed before the first user message"
         yield folded, notice
         yield _in_parts(folded), notice
 

@@ -160,7 +160,7 @@ class OutputProcessor:
         notices = list(self._notices)
         if sequence.controller.fallbacks:
             plainly = f"{sequence.controller.plain_tokens} of {len(self.tokens)} tokens"
-            notices.append(f"{plainly} were decoded plainly, as drafting them would have taken longer")
+            notices.append(f"{plainly} used plain decoding, because drafting would have taken longer")
         with engine.lock:
             kv_bytes, kv_reserved_bytes = engine.store.used_bytes, engine.store.reserved_bytes
         thoughts, answer = split(self._stream.text, self.splitter())

@@ -99,14 +99,14 @@ def save_prefix(
         needed, free = file_bytes(parts, about, piece), shutil.disk_usage(path.parent).free
         if needed > free:
             raise UsageError(
-                f"session {path}: needs {needed / GIB:.2f} GiB and {free / GIB:.2f} GiB are free there; make"
-                " room, or name another folder"
+                f"session {path}: needs {needed / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free there;"
+                " free up space, or name another folder"
             )
         with synced(path) as file:
             write_checked(file, parts, about, piece, _report(on_progress, "save"))
     except OSError as error:
         raise UsageError(
-            f"session {path}: cannot be saved ({error.strerror}); make room, or name another folder"
+            f"session {path}: cannot be saved ({error.strerror}); free up space, or name another folder"
         ) from None
     except RuntimeError as error:  # of the store
         raise UsageError(f"session {path}: was not saved, as {error}") from error

@@ -134,7 +134,7 @@ def _config_path(name_or_path: str) -> Path:
     names = [AUTO, *config_names()]
     if name_or_path == AUTO:
         raise UsageError(
-            f"config {AUTO}: stands for several configurations; give a TOML file or one of"
+            f"config {AUTO}: selects among several configurations; give a TOML file or one of"
             f" {', '.join(names[1:])}"
         )
     is_folder, exists = os.path.isdir(name_or_path), os.path.exists(name_or_path)

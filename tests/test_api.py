@@ -271,7 +271,7 @@ def test_a_missing_draft_model_is_reported(target: PreTrainedModel, plain_tokens
     told: list[str] = []
     with LLM.from_models(target, config="triforce", overrides=SIZES, on_notice=told.append) as llm:
         result = llm.generate(PROMPT, PARAMS)
-    assert "no draft model: target:retrieved drafts alone" in told and told == result.notices
+    assert "no draft model: only target:retrieved drafts" in told and told == result.notices
     assert [level.name for level in result.levels] == ["target:retrieved", "target:full"]
     assert result.draft is None and result.tokens == plain_tokens
 

@@ -224,7 +224,7 @@ TABLE = [
         """ask Who? --json-schema '{"type": "nope"}'""",
         "json-schema is refused by llguidance: Invalid type: nope",
     ),
-    ("ask Who? --thinking on --json-schema {}", "json-schema leaves no room for thoughts: leave it out"),
+    ("ask Who? --thinking on --json-schema {}", "json-schema cannot be combined with thinking: omit"),
     ("ask", "the following arguments are required: QUESTION"),
     ("ask ''", "the question is '': give a text"),
     ("ask -", "stdin: cannot be read"),
@@ -292,7 +292,7 @@ TABLE = [
     ("search-skips -o F/no/new", "its folder does not exist"),
     (
         "search-skips -o F/new --config auto",
-        "--config auto: stands for several configurations; name one in which",
+        "--config auto: selects among several configurations; name one in which",
     ),
     ("search-skips -o F/new --config plain", "--config plain: has no level in which the target drafts"),
     ("search-skips -o F/new --config naive", "--config naive: has no level in which the target drafts"),

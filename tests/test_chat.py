@@ -127,7 +127,7 @@ def test_a_template_without_system_messages(source: str) -> None:
         folded = template.encode([system("Be brief."), user("Who?")])
         assert folded == template.encode([user("Be brief.\n\nWho?")])
     assert told == [
-        "the chat template of m takes no system message: its text stands before the first user message"
+        "the chat template of m takes no system message: its text is placed before the first user message"
     ]
     with pytest.raises(UsageError, match="System role not supported|leaves the system message out"):
         template.encode([system("Be brief.")])
@@ -639,7 +639,7 @@ def test_an_answer_that_fits_a_schema_has_no_thoughts(
         asked = context.ask(None, json_schema=schema)
     assert answer.tokens == asked.tokens == llm.generate(prompt, json_schema=schema).tokens
     assert answer.text in ('"whale"', '"sail"') and not notices
-    with pytest.raises(UsageError, match="json-schema leaves no room for thoughts"):
+    with pytest.raises(UsageError, match="json-schema cannot be combined with thinking"):
         llm.chat([user("Who?")], json_schema=schema, thinking=True)
 
 

@@ -82,7 +82,7 @@ class FakeLLM:
                 SimpleNamespace(name="target:full", proposed=8, accepted=6),
             ],
             memory=SimpleNamespace(kv_bytes=2**30, host_peak_bytes=3 * 2**29, device_peak_bytes=0),
-            notices=["memory is not pinned", "5 of 9 tokens were decoded plainly"],
+            notices=["memory is not pinned", "5 of 9 tokens used plain decoding"],
             seed=self.params.seed,
             prompt_tokens=prompt,
             to_json=lambda: {"tokens": tokens, "finish_reason": finish_reason},
@@ -200,7 +200,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(llm: type[FakeLLM], run: 
         "9 tokens, 2.0 ms/token, 500.0 tokens/s; finish: length; seed 7",
         "2, 4.50 tokens per round; target:full accepted 75% of 8",
         "KV 1.00 GiB; peak on the host 1.50 GiB",
-        "5 of 9 tokens were decoded plainly",
+        "5 of 9 tokens used plain decoding",
     ]:
         assert said in err
     assert err.count("memory is not pinned") == 1
@@ -725,7 +725,7 @@ def test_too_little_address_space_for_torch_is_a_line() -> None:
     command = f'ulimit -v 500000; exec "{sys.executable}" -m offload_rt plan --context 9 --gpu none'
     ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT)
     told = (
-        "offload-rt: error: the shell limits this process to 488 MiB of address space, and torch alone needs"
+        "offload-rt: error: the shell limits this process to 488 MiB of address space, but torch itself needs"
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith(told) and ended.stderr.count("\n") == 1

@@ -427,7 +427,7 @@ def test_what_cannot_be_asked_of_a_context(make: Make) -> None:
         (lambda: context.append([[1]]), "prompt token 0"),  # type: ignore[list-item]
         (lambda: context.generate((), {"max_tokens": 3}), "params {'max_tokens': 3}: give SamplingParams"),  # type: ignore[arg-type]
         (lambda: context.generate((), NEXT, "fly"), "unknown config 'fly'"),
-        (lambda: context.generate((), NEXT, "auto"), "config auto: stands for several"),
+        (lambda: context.generate((), NEXT, "auto"), "config auto: selects among several"),
         (
             lambda: context.generate((), NEXT, overrides={"retrieval.budget": 512}),
             "name the config that they",

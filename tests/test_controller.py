@@ -375,7 +375,7 @@ def test_a_sequence_decodes_plainly_where_that_is_faster(target: PreTrainedModel
         context = llm.read(byte_ids(90))
         plain, found = again(context, config="plain"), again(context)
         assert found.tokens == plain.tokens and found.plain_tokens > 0
-        assert any("were decoded plainly" in notice for notice in found.notices)
+        assert any("used plain decoding" in notice for notice in found.notices)
 
 
 @pytest.mark.parametrize(("config", "ahead"), [("lookup", 0), ("retrieval", 4)])

@@ -141,7 +141,7 @@ def test_links_of_no_known_rate_share_evenly() -> None:
     with LLM.from_models(tiny_target("llama-gqa"), config="plain", overrides=overrides, **links) as llm:
         assert llm.engine.plan(150, 8)[1] == Tiers(32, 16, (GpuTier(0, 32),) * 2, packed=False)
         assert llm.engine.plan(20, 8)[1] == Tiers(32, 16, (GpuTier(),) * 2, packed=False)
-    with pytest.raises(UsageError, match="attends KV where it lies"):
+    with pytest.raises(UsageError, match="attends KV in place"):
         LLM.from_models(tiny_target("llama-gqa"), config="plain", other_links=[PacedLink(1e9)])
 
 

@@ -524,7 +524,9 @@ def test_a_build_that_takes_long_is_there_at_a_later_start(
     monkeypatch.setenv("CXX", str(slow_compiler(folder, 1.0)))
     monkeypatch.setattr(native, "build", partial(building.build, patience_s=0.3))
     for _ in range(2):
-        with pytest.warns(UserWarning, match="takes longer than 0.3 s to build: until it is there"):
+        with pytest.warns(
+            UserWarning, match="takes longer than 0.3 s to build: until it is built and loaded"
+        ):
             assert native.load_kernel() is None
         native.load_kernel.cache_clear()
     monkeypatch.undo()

@@ -119,7 +119,7 @@ def test_pages_that_cannot_be_packed_are_saved_as_they_are(load: str, tmp_path: 
 
 def test_what_cannot_be_packed_is_refused() -> None:
     target = tiny_target("llama-gqa")
-    remedy = "packs bfloat16 alone, and the model's KV is float32: run it with --dtype bfloat16"
+    remedy = "packs only bfloat16, but the model's KV is float32: run it with --dtype bfloat16"
     with pytest.raises(UsageError, match=remedy):
         LLM.from_models(target, config="plain", overrides=SIZES | {"store.code": "packed"})
     with pytest.raises(UsageError, match=r"store.code = 'zip': must be one of auto, raw, packed"):

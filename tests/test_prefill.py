@@ -168,5 +168,5 @@ def test_outputs_are_of_an_empty_cache_alone() -> None:
         with pytest.raises(ValueError, match="at least one token"):
             prefill(model, cache, [], 16)
         prefill(model, cache, byte_ids(3), 16)
-        with pytest.raises(ValueError, match="of an empty cache alone"):
+        with pytest.raises(ValueError, match="only for an empty cache"):
             prefill(model, cache, byte_ids(3), 16, outputs=True)

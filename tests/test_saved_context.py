@@ -338,13 +338,13 @@ def test_a_context_outlives_a_failure_to_save_it(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(UsageError, match=r"cannot be saved \(File too large\); make room"):
+        with pytest.raises(UsageError, match=r"cannot be saved \(File too large\); free up space"):
             context.save(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-        with pytest.raises(UsageError, match=r"needs 0\.00 GiB and 0\.00 GiB are free there"):
+        with pytest.raises(UsageError, match=r"needs 0\.00 GiB, but 0\.00 GiB are free there"):
             context.save(path)
     for error in (KeyboardInterrupt, ValueError):
         raised.append(error())

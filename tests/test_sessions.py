@@ -374,7 +374,7 @@ def test_text_is_not_lost_where_it_cannot_be_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*given: Any, **options: Any) -> None:
-        raise UsageError("session a: cannot be saved (No space left on device); make room")
+        raise UsageError("session a: cannot be saved (No space left on device); free up space")
 
     monkeypatch.setattr("offload_rt.sessions.save_prefix", full)
     report = tmp_path / "report.json"

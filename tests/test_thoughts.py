@@ -206,7 +206,7 @@ def test_thoughts_come_first_and_the_answer_fits_the_schema(
             forced = llm.chat([user("Who?")], json_schema=SCHEMA, max_tokens=80, thinking=True)
             assert forced.tokens == result.tokens
         else:
-            with pytest.raises(UsageError, match="leaves no room for thoughts"):
+            with pytest.raises(UsageError, match="cannot be combined with thinking"):
                 llm.chat([user("Who?")], json_schema=SCHEMA, thinking=True)
 
 

@@ -75,7 +75,9 @@ class Ours:
         tokens = [token for one in done for token in one.tokens]
         levels = {of[0].name: of for of in zip(*(one.levels for one in done), strict=True)}
         plain = sum(one.plain_tokens for one in done)
-        told = f"{plain} of {len(tokens)} tokens were decoded plainly, as speculation would have taken longer"
+        told = (
+            f"{plain} of {len(tokens)} tokens used plain decoding, because drafting would have taken longer"
+        )
         proposed = {name: sum(one.proposed for one in of) for name, of in levels.items()}
         return Run(
             tokens,

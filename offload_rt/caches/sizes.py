@@ -178,7 +178,7 @@ def stored_layout(layout: Layout, code: PageCode, *, over_link: bool) -> Layout:
     kind = dtype_name(layout.dtype)
     if kind != ElementType.BFLOAT16.value:
         raise UsageError(
-            f"store.code = 'packed': packs bfloat16 alone, and the model's KV is {kind}: run it with --dtype"
+            f"store.code = 'packed': packs only bfloat16, but the model's KV is {kind}: run it with --dtype"
             " bfloat16, or leave store.code at 'auto'"
         )
     if not layout.packable:

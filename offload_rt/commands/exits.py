@@ -58,7 +58,7 @@ def check_address_space() -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
         raise UsageError(
-            f"the shell limits this process to {limit // 2**20} MiB of address space, and torch alone needs"
+            f"the shell limits this process to {limit // 2**20} MiB of address space, but torch itself needs"
             f" {LEAST_ADDRESS_SPACE // 2**20} MiB; raise the limit with ulimit -v"
         )
 

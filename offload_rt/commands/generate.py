@@ -53,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     sessions.add_arguments(generate)
 
     add = generate.add_argument_group("output").add_argument
-    add("--compare-plain", action="store_true", help="also decode plainly and compare speed and tokens")
+    add("--compare-plain", action="store_true", help="also run plain decoding and compare speed and tokens")
     add_json(add, "the result and its statistics")
     add("--quiet", action="store_true", help="print nothing but errors on stderr")
 

@@ -33,7 +33,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     draft = "small draft model with the target's tokenizer; auto: of the local models and none, the fastest"
     draft += f" by the plan (default: {SETTING}, or none, but the demo's own for the demo)"
     add("--draft", default=SettingDefault("draft"), metavar="FOLDER|ID|auto|none", help=draft)
-    device = "where models run; cuda:0,cuda:1: KV lies on both"
+    device = "where models run; cuda:0,cuda:1: KV is stored on both"
     device += f" (default: {SETTING}, or auto: the GPU if there is one)"
     names = "auto|cpu|cuda|cuda:N,…"
     add("--device", type=_devices, default=SettingDefault("device", AUTO), metavar=names, help=device)

@@ -131,7 +131,7 @@ def _checked(arguments: argparse.Namespace) -> Config:
     check_new("--out", arguments.out)
     named = "name one in which the target drafts for itself, such as retrieval, trees or triforce"
     if arguments.config == AUTO:
-        raise UsageError(f"--config {AUTO}: stands for several configurations; {named}")
+        raise UsageError(f"--config {AUTO}: selects among several configurations; {named}")
     base = load_config(arguments.config, dict(arguments.overrides))
     levels = base.speculation.levels
     if not levels or levels[-1].model != "target":

@@ -42,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     options.add_configuration(serve)
     saved.add_cache(serve.add_argument_group("sessions").add_argument)
     add = serve.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine alone)")
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
     add(
         "--port",
         type=_port,
@@ -180,4 +180,6 @@ def _serve(llm: LLM, listening: socket.socket, arguments: argparse.Namespace, co
         try:
             uvicorn.Server(config).run(sockets=[listening])
         except KeyboardInterrupt:  # uvicorn raises the signal again when it has shut down
-            console.say("ended      no more requests are taken; contexts are saved where there is a cache")
+            console.say(
+                "ended      requests are no longer accepted; contexts are saved if a cache is configured"
+            )

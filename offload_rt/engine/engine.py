@@ -112,7 +112,7 @@ class Engine:
             codec=machine_codec(),
         )
         if other_links and self._link.in_place:
-            raise UsageError("a target on the CPU attends KV where it lies: leave the other GPUs out")
+            raise UsageError("a target on the CPU attends KV in place: omit the other GPUs")
         self._other_links = tuple(other_links)
         self._thread: PassThread | None = None
         if not self._link.in_place:
@@ -145,7 +145,7 @@ class Engine:
             level.load(self.target, self._heads)
         left = available(config, self.draft is not None)
         if left != config:
-            self._on_notice(f"no draft model: {' → '.join(left.speculation.names)} drafts alone")
+            self._on_notice(f"no draft model: only {' → '.join(left.speculation.names)} drafts")
         return left
 
     def open(

@@ -50,7 +50,7 @@ def prefill(
     if not tokens:
         raise ValueError("a prefill needs at least one token")
     if cache.verified_length and outputs:
-        raise ValueError("outputs: of an empty cache alone")
+        raise ValueError("outputs are available only for an empty cache")
     end = len(tokens)
     # A sequence with local layers returns to lengths at which something was read: with another end, such a
     # prompt is not read again from its beginning.

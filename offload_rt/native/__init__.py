@@ -348,7 +348,8 @@ def load_kernel() -> Kernel | None:
         return Kernel(path)
     except StillBuilding as building:
         warnings.warn(
-            f"{building}: until it is there, at a later start, attention on the CPU is slower", stacklevel=2
+            f"{building}: until it is built and loaded at a later start, attention on the CPU is slower",
+            stacklevel=2,
         )
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):
         pass

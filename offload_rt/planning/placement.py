@@ -143,7 +143,7 @@ class PlanRequest:
 
     @property
     def in_place(self) -> bool:
-        """No GPU: the CPU computes, and KV is attended where it lies."""
+        """No GPU: the CPU computes, and attends KV in place."""
         return not self.hardware.gpus
 
     @cached_property
