@@ -19,7 +19,7 @@ from torch import Tensor
 from bench import machine
 from bench.cases import ON_CUDA
 from bench.results import Row
-from cpu_kv import CudaLink, Event, SlabAllocator, head_major
+from cpu_kv import CudaLink, Event, KVLayout, SlabAllocator, head_major
 from cpu_kv.mapped import computed_copy, device_view
 from cpu_kv.streams import device_streams
 from offload_rt.attention import triton_operators
@@ -149,7 +149,9 @@ def attention(given: Given) -> Iterator[Row]:
     device, page, backend = given.device, StoreConfig.page, choose_backend(given.device)
     yield {"backend": backend.name}
     try:
-        triton_operators.check(str(device))
+        triton_operators.check(
+            KVLayout(1, KV_HEADS, HEAD_DIM, torch.bfloat16, page), HEADS // KV_HEADS, str(device)
+        )
         yield {"triton": "as the plain form"}
     except Exception as error:  # Triton raises errors of many kinds
         yield {"failed": f"Triton kernels: {type(error).__name__}: {first_line(error)}"}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cpu_kv.layout import KeysValues, cut_alike, parts_of_pages
 from cpu_kv.link import CopyFailed, Event, Link, Pairs, pair_bytes
-from cpu_kv.sizes import PROMPT_WRITES
+from cpu_kv.sizes import PROMPT_WRITES, READ_TOKENS
 from cpu_kv.staging import HostBuffers, StagingRing, StagingSlot
 from cpu_kv.store import SequenceKV
 
@@ -73,7 +73,7 @@ class TransferEngine:
     # Committed KV never changes, so the link may prefetch it at any time, before anything is decided. KV that
     # is being written back is committed only when its copy has ended: then the sequence advances. Both sides
     # of every copy are contiguous, so it is one transfer whatever the number of heads.
-    READ_TOKENS = 64  # read at a time, of all layers: bounds the host buffer, which is kept
+    READ_TOKENS = READ_TOKENS
 
     def __init__(
         self, sequence: SequenceKV, link: Link, *, segment_tokens: int = 4096, ring_buffers: int = 3

@@ -15,9 +15,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+from offload_rt.openmp import has_nvidia_driver
+
 EMULATED_CUDA = "EMULATED_CUDA" in os.environ
 # Before anything imports Triton: where there is no GPU, its interpreter runs the kernels.
-if not EMULATED_CUDA and not os.path.exists("/proc/driver/nvidia/version"):
+if not EMULATED_CUDA and not has_nvidia_driver():
     os.environ["TRITON_INTERPRET"] = "1"
 if EMULATED_CUDA:
     import emulated_cuda

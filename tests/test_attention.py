@@ -431,5 +431,5 @@ def test_idle_threads_sleep_where_there_is_a_gpu(tmp_path: Path, monkeypatch: py
         monkeypatch.delenv(WAIT_POLICY, raising=False)
         if wanted is not None:
             monkeypatch.setenv(WAIT_POLICY, wanted)
-        wait_passively(str(driver))
+        wait_passively([str(tmp_path / "other"), str(driver)])
         assert os.environ.get(WAIT_POLICY) == expected

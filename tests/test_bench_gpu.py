@@ -191,7 +191,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu_engine_checks, "launches", launches)
     monkeypatch.setattr("offload_rt.engine.engine.usable_hardware", usable)
     monkeypatch.setattr(machine, "read_rate", lambda home: 10.0)
-    monkeypatch.setattr(gpu_checks.triton_operators, "check", lambda home: None)
+    monkeypatch.setattr(gpu_checks.triton_operators, "check", lambda *given: None)
     monkeypatch.setattr(gpu_kernel_checks, "SLOWEST_PIECES", 0.0)
     monkeypatch.setattr(gpu_kernel_checks, "use_triton", lambda: None)
     for name in ("combine", "combine_with_mass_", "attend_quantized"):

@@ -196,6 +196,11 @@ def test_copies_serve_the_processors_measurement_and_are_closed(
         ({"host.native_kernel": "no compiler"}, ["native kernel", "install g++"]),
         ({"host.native_kernel": "switched off"}, ["native kernel", "unset OFFLOAD_RT_NATIVE"]),
         ({"host.native_kernel": "build failed"}, ["native kernel", "build failed", CACHE_FOLDER]),
+        ({"gpus.0.triton": "ImportError: no"}, ["GPU 0: without Triton", "gcc", "python3-dev", "no)"]),
+        (
+            {"host.wsl": True, "hardware.host.lockable_bytes": GIB},
+            ["only 1.00 of 90.0 GiB", "under WSL2", "boot Linux"],
+        ),
         ({"hardware.host.lockable_bytes": 8 * 2**20}, ["0.01 of 90.0 GiB", "ulimit -l", "limits.conf"]),
     ],
 )

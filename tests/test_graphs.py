@@ -321,6 +321,35 @@ def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert capture.captured == 4
 
 
+@pytest.mark.gpu
+def test_graphs_leave_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little memory one graph takes the place of another, and where there is none, none is recorded."""
+    device, captured, free = torch.device("cuda"), list[int](), [2**30]
+
+    class Counted(CudaCapture):
+        def __call__(self, step: Any) -> Any:
+            captured.append(1)
+            return super().__call__(step)
+
+    model = GraphedModel(tiny_target("llama").to(device), "llama", no_notice, Counted(device))
+    walk = Walk(model, streaming_cache(model, choose_backend(device)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 2**34))
+    recurring = GraphedModel.RARE + 1
+    replays(walk, byte_ids(1), recurring)
+    replays(walk, byte_ids(2), recurring)
+    replays(walk, byte_ids(1), 1)
+    assert len(captured) == 2
+    free[0] = 2**20
+    replays(walk, byte_ids(3), recurring)  # in the place of that of two tokens
+    replays(walk, byte_ids(1), 1)
+    assert len(captured) == 3
+    replays(walk, byte_ids(2), 1)
+    assert len(captured) == 4
+    other = Walk(model, streaming_cache(model, choose_backend(device)))
+    replays(other, byte_ids(1), recurring)
+    assert len(captured) == 4
+
+
 def test_where_a_capture_fails_everything_runs_as_it_comes() -> None:
     notices: list[str] = []
     capture = RecordingCapture()

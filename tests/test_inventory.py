@@ -137,3 +137,27 @@ def test_a_limit_counts_where_the_driver_is_held_to_it(
     assert slabs.close.call_count == (limit is not None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert inventory.lockable_memory(replace(HEALTHY.host, lock_limit_bytes=1)) == 90 * GIB
+
+
+@pytest.mark.parametrize(("wall", "lockable"), [(GIB + 2**27, GIB + 2**27), (90 * GIB, 90 * GIB)])
+def test_under_wsl_memory_is_locked_on_trial(
+    monkeypatch: pytest.MonkeyPatch, wall: int, lockable: int
+) -> None:
+    """A little more than four steps can be locked, or all; no trial locks more than 4 GiB."""
+    slabs, asked = Mock(bytes_pinned=0), list[int]()
+
+    def allocator(pin: bool, on_warning: Callable[[str], None]) -> Mock:
+        def allocate(shape: tuple[int], dtype: torch.dtype) -> Mock:
+            asked.append(shape[0])
+            slabs.bytes_pinned = min(wall, sum(asked))
+            if sum(asked) > wall:
+                on_warning("refused")
+            return Mock()
+
+        slabs.allocate = allocate
+        return slabs
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(inventory, "SlabAllocator", allocator)
+    assert inventory.lockable_memory(replace(HEALTHY.host, wsl=True)) == lockable
+    assert set(asked) == {2**28} and sum(asked) <= 4 * GIB and slabs.close.called

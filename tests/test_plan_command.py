@@ -88,10 +88,10 @@ def test_the_command_tells_the_plan(run: Run) -> None:
 @pytest.mark.parametrize(
     ("machine", "memory"),
     [
-        ("--gpu rtx4090", r"[\d.]+ of 24\.0 GiB of GPU memory, \d+ of 92 GiB of RAM"),
+        ("--gpu rtx4090", r"[\d.]+ of 23\.3 GiB of GPU memory, \d+ of 92 GiB of RAM"),
         (
             "--gpu rtx3090 --gpus 2 --ram 128",
-            r"[\d.]+ of 48\.0 GiB of the memory of 2 GPUs, \d+ of 124 GiB of RAM",
+            r"[\d.]+ of 46\.6 GiB of the memory of 2 GPUs, \d+ of 124 GiB of RAM",
         ),
         ("--gpu none", r"\d+ of 92 GiB of RAM"),
     ],

@@ -35,9 +35,9 @@ def predicted(**changes: Any) -> Prediction:
 @pytest.mark.parametrize(
     ("model", "draft", "config", "machine", "ms", "plain_ms", "gamma", "tokens"),
     [
-        ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 146.0, 893.5, 11, (14848, 64000, 48152)),
-        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 51.24, 150.2, 11, (57344, 16128, 53528)),
-        ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 81.56, 90.2, 64, (12800, 0, 17292)),
+        ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 147.2, 903.0, 11, (13568, 64768, 48664)),
+        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 53.96, 161.1, 11, (51968, 17664, 57368)),
+        ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 84.47, 107.1, 64, (13568, 0, 21004)),
         ("demo", "demo-draft", "triforce", ("none", 1), 6.11, 22.6, 7, (0, 127_000, 0)),
     ],
 )
@@ -100,6 +100,8 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
 def test_packed_pages_take_three_quarters_of_the_host_and_of_the_link() -> None:
     raw, packed = request(), request({"store.code": "auto"})
     share = packed.stored.stored_share
+    slow = replace(DESKTOP, gpus=(replace(DESKTOP.gpus[0], triton=False),))
+    assert request({"store.code": "auto"}, hardware=slow).stored == raw.stored, "plain torch would unpack"
     assert 0.75 < share <= 0.76 and raw.stored.stored_share == 1
     assert host_memory(packed)["kv"] == pytest.approx(share * host_memory(raw)["kv"])
     lanes, fewer = (expected_round(Predictor(one), CHAIN).verification for one in (raw, packed))
@@ -382,7 +384,7 @@ FLOAT32 = replace(LLAMA, dtype=ElementType.FLOAT32)
     ("changes", "why", "change", "longest"),
     [
         ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "--quantize nf4", 35840),
-        ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", "", 79104),
+        ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", "", 78848),
         ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", "", 1792),
         ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", "", 90112),
         ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", "--quantize nf4", 0),
@@ -487,7 +489,9 @@ def test_named_machines() -> None:
         with pytest.raises(UsageError, match="several sizes; use (rtx5060ti-8 or|rtx4060ti-8 or|a100-40 or)"):
             named_hardware(written)
     (card,) = hardware.gpus
-    assert card.memory_bytes == 24_564 * 2**20 and card.memory_rate == pytest.approx(0.9 * 1008)
+    assert card.memory_bytes == pytest.approx(23.3 * GIB, rel=1e-3) and card.memory_rate == pytest.approx(
+        0.9 * 1008
+    )
     assert (card.to_device_rate, hardware.host.memory_rate, hardware.host.memory_bytes) == (25, 70, 92 * GIB)
     rates = [attention_rate(hardware.host.attention, queries) for queries in (1, 8, 16, 32)]
     assert rates == pytest.approx([49, 49, 30.1, 15.05])
@@ -495,7 +499,7 @@ def test_named_machines() -> None:
     assert [one.memory_bytes for one in other.gpus] == [60 * GIB] * 2
     machines = [named_hardware(name, 2) for name in KNOWN_GPUS]
     plans = [plan(request(hardware=one, config="plain")) for one in machines]
-    assert all(one.fits == (one.request.hardware.gpus[0].memory_bytes >= 10 * GIB) for one in plans)
+    assert all(one.fits == (one.request.hardware.gpus[0].memory_bytes >= 9 * GIB) for one in plans)
     with pytest.raises(UsageError, match="rtx9999.*rtx4090"):
         named_hardware("rtx9999")
 

@@ -157,7 +157,7 @@ def runs() -> dict[str, Run]:
         driver.set_active(launches)
         patch.setattr(triton.knobs.runtime, "jit_cache_hook", launches.hook)
         for module in (backends, engine, inventory, page_codec):
-            patch.setattr(module, "use_triton", lambda: None)
+            patch.setattr(module, "use_triton", lambda *given: None)
         for name in operators.NAMES:
             plain = as_of_kernels(getattr(operators, name))
             both = launches.beside(getattr(triton_operators, name), plain)
@@ -169,7 +169,7 @@ def runs() -> dict[str, Run]:
             patch.setattr(triton_pages, name, both)
         try:
             launches.variants = found["check"] = {}
-            triton_operators.check("cpu")
+            triton_operators.check(device="cpu")
             for name, shape in SHAPES.items():
                 launches.variants = found[name] = {}
                 generate(shape)

@@ -22,13 +22,14 @@ if EMULATED:
 
 from cpu_kv import KVLayout  # noqa: E402
 from cpu_kv.packed import PackedShape, PageCodec  # noqa: E402
-from offload_rt.attention import operators, triton_kernels, triton_operators, triton_pages  # noqa: E402
+from offload_rt.attention import backends, operators, triton_kernels, triton_operators, triton_pages  # noqa: E402
 from offload_rt.attention.quantized import QuantizedKV  # noqa: E402
 from offload_rt.attention.sizes import GROUP  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 INF = float("inf")
 WIDE = settings(derandomize=True, deadline=None, max_examples=25)
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16  # of which the interpreter has no products
 DTYPES = st.sampled_from([torch.float16, torch.float32] + ON_GPU * [torch.bfloat16])
 
 
@@ -267,18 +268,40 @@ def test_what_varies_from_pass_to_pass_is_compiled_once(name: str) -> None:
 def test_the_check_that_comes_before_their_use_finds_a_kernel_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    triton_operators.check(DEVICE)
+    for layout in (triton_operators.SMALL, KVLayout(1, 1, 80, DTYPE, page_size=32)):
+        triton_operators.check(layout, 3, DEVICE)
     right, decode = triton_operators.combine, triton_pages.decode
     with (
         monkeypatch.context() as patch,
         pytest.raises(RuntimeError, match="packs or unpacks pages otherwise"),
     ):
         patch.setattr(triton_pages, "decode", lambda shape, rows, out: decode(shape, rows, out) or out.neg_())
-        triton_operators.check(DEVICE)
+        triton_operators.check(device=DEVICE)
     for wrong in (
         lambda *arguments: tuple(1.1 * one for one in right(*arguments)),
         lambda *arguments: tuple(one.nan_to_num(0) * 0 for one in right(*arguments)),
     ):
         monkeypatch.setattr(triton_operators, "combine", wrong)
         with pytest.raises(RuntimeError, match="a kernel differs from its plain form by"):
-            triton_operators.check(DEVICE)
+            triton_operators.check(device=DEVICE)
+
+
+def test_kernels_that_fail_for_one_model_serve_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, wrong = (KVLayout(1, 2, dim, torch.bfloat16) for dim in (64, 128))
+    checked: list[tuple[Any, ...]] = []
+
+    def check(*shape: Any) -> None:
+        checked.append(shape)
+        if wrong in shape:
+            raise RuntimeError("a kernel differs")
+
+    monkeypatch.setattr(backends, "_CHECKED", {})
+    monkeypatch.setattr(triton_operators, "check", check)
+    kernel, plain = (lambda one: one + 1), (lambda one: one)
+    assert backends.use_triton() is None and checked == [()]
+    assert backends.use_triton(right, 4) is None and backends.use_triton(right, 4) is None
+    assert checked == [(), (right, 4)] and backends._run_checked(kernel, plain, 1) == 2
+    failure = "RuntimeError: a kernel differs"
+    for shape in ((wrong, 4), (right, 4), ()):
+        assert backends.use_triton(*shape) == failure
+    assert len(checked) == 3 and backends._run_checked(kernel, plain, 1) == 1

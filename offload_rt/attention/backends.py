@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cpu_kv import head_major
+from cpu_kv import KVLayout, head_major
 from offload_rt.attention import operators
 from offload_rt.attention.mass import Sample
 from offload_rt.attention.quantized import QuantizedLayer
@@ -366,22 +366,49 @@ def cpu_share_backend(device: torch.device) -> AttentionBackend:
     return choose_backend(torch.device("cpu"), threads)
 
 
-@cache
-def use_triton() -> str | None:
+_CHECKED: dict[tuple[KVLayout, int] | None, str | None] = {}
+"""Reasons why Triton kernels do not run, by the KV that they were checked for; None: they do."""
+
+
+def use_triton(layout: KVLayout | None = None, group: int = 1) -> str | None:
     """Registers the Triton kernels as the operators of CUDA devices; returns the reason if that fails.
 
     The kernels are first compiled and compared with the plain form on the current device: an old compiler or
-    driver must not cost a generation.
+    driver must not cost a generation. Once they have failed for one model, they serve none.
+
+    Args:
+        layout, group: of a model's KV, and its query heads for each KV head; None: whatever the kernels were
+            checked for, or small sizes.
     """
+    shape = None if layout is None else (layout, group)
+    if shape not in _CHECKED and not (shape is None and _CHECKED):
+        _CHECKED[shape] = _check_triton(() if shape is None else shape)
+    return next((reason for reason in _CHECKED.values() if reason is not None), None)
+
+
+def _check_triton(shape: tuple[KVLayout, int] | tuple[()]) -> str | None:
     try:
         from offload_rt.attention import triton_operators
 
-        triton_operators.check()
+        triton_operators.check(*shape)
     except Exception as error:  # Triton raises errors of many kinds, and some of the C compiler's
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    for name in operators.NAMES:
-        operators.LIBRARY.impl(name, getattr(triton_operators, name), "CUDA")
+    _register_triton()
     return None
+
+
+@cache
+def _register_triton() -> None:
+    from offload_rt.attention import triton_operators
+
+    for name in operators.NAMES:
+        kernel, plain = getattr(triton_operators, name), getattr(operators, name)
+        operators.LIBRARY.impl(name, partial(_run_checked, kernel, plain), "CUDA")
+
+
+def _run_checked(kernel: Callable[..., Any], plain: Callable[..., Any], *given: Any) -> Any:
+    """Runs a kernel, or its plain form where a later check has failed."""
+    return (plain if use_triton() else kernel)(*given)
 
 
 @cache

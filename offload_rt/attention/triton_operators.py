@@ -6,7 +6,9 @@ module raises ImportError where Triton is not installed.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -254,32 +256,42 @@ def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def check(device: str = "cuda") -> None:
-    """Runs every kernel once and compares it with the plain form.
+SMALL = KVLayout(layers=1, kv_heads=2, head_dim=64, dtype=torch.float16, page_size=64)
+"""KV for a check before a model is known."""
+CHECKED = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check(layout: KVLayout = SMALL, group: int = 2, device: str = "cuda") -> None:
+    """Runs every kernel once and compares it with the plain form, packed pages bit by bit.
+
+    Args:
+        layout: of a model's KV; the kernels are compiled for its dtype, heads and sizes.
+        group: number of its query heads for each KV head.
 
     Raises:
         RuntimeError: a kernel computes something else. Triton's own errors pass through where it cannot
             compile.
     """
     generator = torch.Generator(device).manual_seed(0)
+    dtype = layout.dtype if layout.dtype in CHECKED else SMALL.dtype
 
     def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
-    half = torch.float16
-    pages, heads, group, count, tokens, dim, chunk = 3, 2, 2, 5, 64, 64, 8
-    parts, lses = draw(pages, heads, group * count, dim, dtype=half), draw(pages, heads, group * count)
+    pages, heads, dim, tokens = 3, layout.kv_heads, layout.head_dim, layout.page_size
+    count, step, chunk = 5, 2, math.gcd(8, tokens)
+    parts, lses = draw(pages, heads, group * count, dim, dtype=dtype), draw(pages, heads, group * count)
     close(combine(parts, lses), operators.combine(parts, lses))
     out, lse = operators.combine(parts[:1], lses[:1])
     close(combine(parts[1:], lses[1:], out, lse), operators.combine(parts[1:], lses[1:], out, lse))
-    queries = draw(heads, group * count, dim, dtype=half)
-    keys = draw(pages, 2, heads, tokens, dim, dtype=half)
-    step = 2
+    queries = draw(heads, group * count, dim, dtype=dtype)
+    keys = draw(pages, 2, heads, tokens, dim, dtype=dtype)
     sampled, chunks = group * -(-count // step), pages * tokens // chunk
     found, wanted = (torch.zeros(heads, sampled, chunks, device=device) for _ in range(2))
-    arguments = queries, keys[:, 0], lse, dim**-0.5, count, step
+    others = lse, dim**-0.5, count, step
+    arguments = queries, keys[:, 0], *others
     chunk_mass_(found, *arguments)
-    operators.chunk_mass_(wanted, *arguments)
+    operators.chunk_mass_(wanted, queries.float(), keys[:, 0].float(), *others)
     close([found], [wanted])
     found.zero_()
     pair = combine_with_mass_(found, parts[1:], lses[1:], out, lse, *arguments)
@@ -290,30 +302,46 @@ def check(device: str = "cuda") -> None:
         add_mass_(scores[0][:, 1:-2], mass, lses[0], lse, 0.5, count, step)
         operators.add_mass_(scores[1][:, 1:-2], mass, lses[0], lse, 0.5, count, step)
         close([scores[0]], [scores[1]])
-    for bits in (8, 4):
-        kv = QuantizedKV.empty(KVLayout(1, heads, dim, half), 10 * GROUP, bits, torch.device(device)).layer(0)
-        entries = draw(2, heads, 10 * GROUP, dim, dtype=half)
+    for bits in (8, 4) if dim % 2 == 0 else ():
+        entries = draw(2, heads, 10 * GROUP, dim, dtype=dtype)
+        kv = QuantizedKV.empty(KVLayout(1, heads, dim, dtype), 10 * GROUP, bits, torch.device(device)).layer(
+            0
+        )
         quantize_(entries[0], entries[1], *kv)
         span = float(entries.max() - entries.min())
         off = (torch.stack(kv.dequantized(torch.float32)) - entries).abs().max()
         if not off <= 0.6 * span / (2**bits - 1) + span / 128:  # half a step, and rounding of the ranges
             raise RuntimeError(f"a kernel quantises values to others, {float(off):.3g} away")
         for seen in (None, torch.tensor(9 * GROUP, device=device)):
-            given = queries, *kv, seen, dim**-0.5
-            merged = combine(*attend_quantized(*given))
-            close(merged, operators.combine(*operators.attend_quantized(*given)))
-    _check_pages(draw(2, 2, heads, tokens, dim, dtype=torch.bfloat16))
+            given = *kv, seen, dim**-0.5
+            merged = combine(*attend_quantized(queries, *given))
+            close(merged, operators.combine(*operators.attend_quantized(queries.float(), *given)))
+    bits16 = replace(layout, dtype=torch.bfloat16)
+    if bits16.packable:
+        pages16 = draw(2, 2, heads, tokens, dim, dtype=torch.bfloat16)
+        _check_pages(bits16.packed_shape, pages16, queries.bfloat16())
 
 
-def _check_pages(pages: Tensor) -> None:
-    """Compares packing and unpacking with the plain form, bit by bit; the second page cannot be packed."""
-    codec, shape = PageCodec(), PackedShape(*pages.shape[2:])
-    pages[0, :, :, ::16, ::32] *= 2.0**-30  # as many as its list has room for
+def _check_pages(shape: PackedShape, pages: Tensor, queries: Tensor) -> None:
+    """Compares packing and unpacking with the plain form, bit by bit, and attention over it with float64.
+
+    The first page has exponents that only its list holds; the second one has more than the list can.
+    """
+    from offload_rt.attention.backends import TorchCpuBackend, TorchCudaBackend  # which import this module
+
+    codec, scale = PageCodec(), shape.head_dim**-0.5
+    pages[0, :, :, ::32, ::32] *= 2.0**-30
     pages[1, :, :, ::2] *= 2.0**-30
     packed, there = triton_pages.encode(shape, pages), torch.empty_like(pages[:1])
     triton_pages.decode(shape, packed[:1], there)
     if not (torch.equal(packed, codec.encode(shape, pages)) and torch.equal(there, pages[:1])):
         raise RuntimeError("a kernel packs or unpacks pages otherwise than its plain form")
+    backend = TorchCudaBackend() if pages.is_cuda else TorchCpuBackend()
+    found = combine(*backend.parts(queries, there[:, 0], there[:, 1], scale, None))
+    keys, values = there[0].double()
+    scores = scale * (queries.double() @ keys.mT)
+    exact = scores.softmax(-1) @ values, scores.logsumexp(-1)
+    close(found, [one.to(found[0].dtype) for one in exact])
 
 
 def close(found: Any, wanted: Any) -> None:

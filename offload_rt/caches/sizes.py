@@ -159,13 +159,15 @@ def mean_slots_for(pages: int) -> int:
     return -(-pages // step) * step
 
 
-def stored_layout(layout: Layout, code: PageCode, *, over_link: bool) -> Layout:
+def stored_layout(layout: Layout, code: PageCode, *, over_link: bool, triton: bool = True) -> Layout:
     """Returns the layout in which the store keeps its pages.
 
     Args:
         layout: of the model's KV.
-        code: `store.code`. `auto` packs pages that cross a link: where they are attended in place, unpacking
-            costs more than it saves.
+        code: `store.code`. `auto` packs pages that cross a link to a processor with a kernel that unpacks
+            them: where they are attended in place, unpacking costs more than it saves.
+        triton: the Triton kernels run on the GPUs, if there are any. Without them plain torch unpacks a page,
+            in several times the time of attention over it.
 
     Raises:
         UsageError: `packed`, and such pages cannot be packed.
@@ -174,7 +176,7 @@ def stored_layout(layout: Layout, code: PageCode, *, over_link: bool) -> Layout:
         return layout
     if code == "auto":
         smaller = layout.packable and layout.packed_sizes.nbytes < layout.page_bytes
-        return replace(layout, packed=over_link and smaller)
+        return replace(layout, packed=over_link and triton and smaller)
     kind = dtype_name(layout.dtype)
     if kind != ElementType.BFLOAT16.value:
         raise UsageError(

@@ -35,7 +35,7 @@ FIGURES = {
     "--dram": ("GB/s", "rate of host memory (default: 70)"),
     "--ram": ("GiB", "size of host memory (default: 96)"),
     "--cpu-attention": ("GB/s", "rate at which the CPU attends to KV (default: 0.7 of the memory's)"),
-    "--vram": ("GiB", "memory of each GPU to use (default: all)"),
+    "--vram": ("GiB", "memory of each GPU to use (default: all but 0.7 GiB, for the driver)"),
 }
 """Figures of a machine, by flag: units and meanings."""
 NEW_TOKENS = 256

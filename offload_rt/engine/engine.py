@@ -24,7 +24,7 @@ from offload_rt.machine.hardware import NO_GPU, Hardware, named_hardware
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.inventory import native_kernel
 from offload_rt.machine.memory import available_memory
-from offload_rt.machine.recommendations import without_kernel
+from offload_rt.machine.recommendations import without_kernel, without_triton
 from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.runner import CausalModel
@@ -97,13 +97,16 @@ class Engine:
         backend = choose_backend(target.device)
         if target.device.type == "cpu" and (kernel := native_kernel()) not in ("built", "switched off"):
             on_notice(without_kernel(kernel))
-        if target.device.type == "cuda" and (reason := use_triton()) is not None:
-            on_notice(f"attention runs without its Triton kernels, which makes verifying slower: {reason}")
-        self._link = link or (CudaLink(target.device) if target.device.type == "cuda" else CpuLink())
         store = self.configs[0].store
+        no_triton = self._check_triton(store.page) if target.device.type == "cuda" else None
+        if no_triton is not None:
+            on_notice(without_triton(no_triton))
+        self._triton = no_triton is None
+        self._link = link or (CudaLink(target.device) if target.device.type == "cuda" else CpuLink())
         layout = target.kv_layout(store.page)
         if target.kinds.full:
-            layout = stored_layout(layout, store.code, over_link=not self._link.in_place)
+            over_link = not self._link.in_place
+            layout = stored_layout(layout, store.code, over_link=over_link, triton=self._triton)
         self.store = PagedKVStore(
             layout,
             pin=target.device.type == "cuda",
@@ -129,6 +132,13 @@ class Engine:
         self._sequences: list[TokenSequence] = []
         self.lock = threading.RLock()
         self._closed = False
+
+    def _check_triton(self, page: int) -> str | None:
+        """Returns why Triton kernels do not run on the models' KV, if they do not."""
+        models = [model for model in (self.target, self.draft) if model is not None]
+        shapes = [(model.kv_layout(page), model.heads) for model in models]
+        found = [use_triton(kv, heads // kv.kv_heads) for kv, heads in shapes if kv.kv_heads]
+        return found[-1] if found else None
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -294,7 +304,8 @@ class Engine:
         if self._link.in_place:
             return named_hardware(NO_GPU)
         if self.target.device.type == "cuda":
-            return named_hardware("rtx4090", 1 + others)
+            named = named_hardware("rtx4090", 1 + others)
+            return replace(named, gpus=tuple(replace(gpu, triton=self._triton) for gpu in named.gpus))
         rate = self._link.bytes_per_second
         return behind_a_link(None if rate is None else rate / 1e9, others)
 

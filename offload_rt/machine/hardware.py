@@ -21,6 +21,9 @@ COMPUTE_SHARE = 0.8
 ATTENTION_SHARES = ((1, 0.7), (8, 0.7), (16, 0.43))
 ATTENTION_QUERIES = 16
 
+CONTEXT_BYTES = 700 * 2**20
+"""GPU memory that a program cannot have: the driver's context, kernels, and a desktop without windows. An RTX
+4090 is left with 23.3 GiB."""
 LAUNCH_MS = 0.3
 SLOT_RATE = 25.0  # GB/s of page-locked copies over 16 lanes of PCIe 4.0
 NO_GPU = "none"
@@ -111,6 +114,7 @@ class Gpu:
     to_host_rate: float
     launch_ms: float  # to launch one decoder layer's operations over a few tokens one by one
     products: tuple[ProductRate, ...] = ()  # with quantised weights; none where they were not measured
+    triton: bool = True  # the Triton kernels run on it
 
     def read_ms(self, size: float) -> float:
         """Returns the time to read `size` bytes of its memory."""
@@ -193,7 +197,7 @@ def named_hardware(
         ram: GiB of host memory.
         cpu_attention: GB/s of KV that the CPU attends at up to 16 queries a key head; None: 0.7 of `dram` at
             up to 8, 0.43 at 16.
-        vram: usable GiB of each GPU; None: all of its memory.
+        vram: usable GiB of each GPU; None: all of its memory but for the driver's context.
 
     Raises:
         UsageError: an unknown GPU, or a figure that is not positive.
@@ -240,7 +244,7 @@ def _named_gpu(gpu: str, link: float | None, vram: float | None) -> Gpu:
     rate = card.link_rate if link is None else link
     return Gpu(
         name=name,
-        memory_bytes=int(vram * GIB) if vram is not None else card.mib * 2**20,
+        memory_bytes=int(vram * GIB) if vram is not None else card.mib * 2**20 - CONTEXT_BYTES,
         memory_rate=MEMORY_SHARE * card.memory_rate,
         compute_rate=COMPUTE_SHARE * card.compute_rate,
         to_device_rate=rate,

@@ -25,7 +25,7 @@ from offload_rt.native import SOURCES
 OnProgress = Callable[[str, int, int], None]
 """Called with what is measured next, how much of it is done, and how much there is."""
 
-FORMAT = 4
+FORMAT = 5
 """Version of reports and of the files that keep rates."""
 
 

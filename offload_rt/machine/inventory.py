@@ -26,6 +26,9 @@ INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _PROBE_BYTES = 2**20
 _PROBE_LIMIT = 2**16
+_WSL_DEVICE = Path("/dev/dxg")
+"""The GPU of WSL2, where Windows bounds what may be page-locked, at about 1 GiB on many machines."""
+_STEP_BYTES, _MOST_STEPS = 2**28, 16
 
 
 Link = tuple[int | None, int | None]
@@ -46,6 +49,7 @@ class HostFacts:
     total_bytes: int  # in a container, its limit
     available_bytes: int
     lock_limit_bytes: int | None  # RLIMIT_MEMLOCK; None: unlimited
+    wsl: bool = False  # under Windows, in WSL2
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def read_host() -> HostFacts:
         total_bytes=total_memory(),
         available_bytes=available_memory(),
         lock_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        wsl=_WSL_DEVICE.exists(),
     )
 
 
@@ -131,7 +136,11 @@ def lockable_memory(host: HostFacts) -> int:
     RLIMIT_MEMLOCK does not bind administrators, nor drivers that lock memory on their own account. A trial
     under a lowered limit tells, without having to fill a high one.
     """
-    if host.lock_limit_bytes is None or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        return host.available_bytes
+    if host.wsl:
+        return _locked_in_steps(host.available_bytes)
+    if host.lock_limit_bytes is None:
         return host.available_bytes
     refusals: list[str] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -143,6 +152,18 @@ def lockable_memory(host: HostFacts) -> int:
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
     return min(host.lock_limit_bytes, host.available_bytes) if refusals else host.available_bytes
+
+
+def _locked_in_steps(available: int) -> int:
+    """Returns how many bytes can be page-locked: all that are available, unless a trial soon meets a wall."""
+    refusals: list[str] = []
+    steps = min(_MOST_STEPS, available // (2 * _STEP_BYTES))
+    with closing(SlabAllocator(pin=True, on_warning=refusals.append)) as slabs:
+        for _ in range(steps):
+            slabs.allocate((_STEP_BYTES,), torch.uint8).result()
+            if refusals:
+                return slabs.bytes_pinned
+    return available
 
 
 def _gpu(device: int) -> GpuFacts:

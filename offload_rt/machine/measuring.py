@@ -280,4 +280,5 @@ def measure_gpu(facts: GpuFacts, copies: PinnedCopies, device: torch.device) -> 
     read = memory_rate(device, within(MEMORY_BYTES, facts.free_bytes))
     products = compute_rate(device, torch.bfloat16, *GPU_PRODUCT) / 1e3
     quantized = quantized_rates(device, torch.bfloat16, *GPU_QUANTIZED)
-    return Gpu(facts.name, 0, read, products, to_device, to_host, launch_ms(device), quantized), link
+    rates = read, products, to_device, to_host, launch_ms(device), quantized
+    return Gpu(facts.name, 0, *rates, triton=facts.triton is None), link

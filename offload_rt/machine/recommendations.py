@@ -27,6 +27,14 @@ def without_kernel(state: str) -> str:
     return f"CPU attention is slower without the native kernel; {KERNEL_REMEDIES[state]}"
 
 
+def without_triton(reason: str) -> str:
+    """Returns what follows where Triton kernels do not run on a GPU (`GpuFacts.triton`), and the remedy."""
+    return (
+        "without Triton kernels, KV crosses the link unpacked, and verifying is slower; Triton needs a C"
+        f" compiler and Python's headers, on Debian gcc and python3-dev ({reason})"
+    )
+
+
 def recommendations(report: Report) -> tuple[str, ...]:
     """Returns one line for each problem: the reason and the remedy."""
     return (*_for_gpus(report), *_for_host(report))
@@ -55,6 +63,9 @@ def _for_gpu(gpu: Gpu, link: Link, facts: GpuFacts) -> Iterator[str]:
             " --cpunodebind`), and measure again with --refresh"
         )
 
+    if facts.triton is not None:
+        yield without_triton(facts.triton)
+
 
 def _for_host(report: Report) -> Iterator[str]:
     host, lockable = report.host, report.hardware.host.lockable_bytes
@@ -66,8 +77,16 @@ def _for_host(report: Report) -> Iterator[str]:
     if host.native_kernel != "built":
         yield without_kernel(host.native_kernel)
     if report.hardware.gpus and lockable < host.available_bytes / 2:
-        yield (
+        locked = (
             f"only {lockable / GIB:.2f} of {host.available_bytes / GIB:.1f} GiB of available memory can be"
-            " page-locked; `ulimit -l unlimited`, permanently `* - memlock unlimited` in"
+        )
+        if host.wsl:
+            yield (
+                f"{locked} page-locked under WSL2, and other memory is copied several times slower; boot"
+                " Linux itself for KV that is larger"
+            )
+            return
+        yield (
+            f"{locked} page-locked; `ulimit -l unlimited`, permanently `* - memlock unlimited` in"
             " /etc/security/limits.conf, in a container `--ulimit memlock=-1`"
         )

@@ -168,8 +168,11 @@ class GraphedModel(CausalModel):
     """Most new tokens of a recorded pass: more than any useful γ."""
     RARE = 2
     """A pass is recorded after occurring more often than this, as a capture costs several passes."""
-    MOST = 64
-    """Most graphs per buffer; the least recently used one is dropped."""
+    MOST = 12
+    """Most graphs per buffer; the least recently used one is dropped. A graph of a large model has some 1,700
+    nodes, for which the driver takes 5 to 15 MB of GPU memory (an estimate) that torch does not count."""
+    LEAST_FREE = 2**27
+    """Bytes of GPU memory that graphs leave free: with less, a new graph takes the place of another one."""
 
     def __init__(
         self,
@@ -229,7 +232,7 @@ class GraphedModel(CausalModel):
         if key in graphs:
             graphs.move_to_end(key)
             return graphs[key]
-        if self._capture is None:
+        if self._capture is None or not self._make_room(graphs):
             return None
         try:
             graphs[key] = recorded(self, buffer, backend, key, numbers, self._capture)
@@ -239,6 +242,12 @@ class GraphedModel(CausalModel):
             reason = str(error).partition("\n")[0]
             self._on_notice(f"{self.name}: no CUDA graphs, which makes drafting slower: {reason}")
             return None
-        if len(graphs) > self.MOST:
-            graphs.popitem(last=False)
         return graphs[key]
+
+    def _make_room(self, graphs: OrderedDict[_Key, Pass]) -> bool:
+        """Returns whether one more graph may be recorded; drops the least recently used one if need be."""
+        full = self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] < self.LEAST_FREE
+        if graphs and (full or len(graphs) >= self.MOST):
+            graphs.popitem(last=False)
+            return True
+        return not full

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cpu_kv import KVSizes
-from cpu_kv.sizes import PROMPT_WRITES
-from offload_rt.caches.sizes import MOST_POINTS, GpuTier, stored_layout, tail_bytes
+from cpu_kv.sizes import PROMPT_WRITES, READ_TOKENS, page_locked_bytes
+from offload_rt.caches.sizes import MOST_POINTS, PORTION_BYTES, GpuTier, stored_layout, tail_bytes
 from offload_rt.config import Config, SpeculationConfig
 from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.drafting.shapes import CHAIN, DraftShape
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from offload_rt.model.runner import CausalModel
 
 PADDING = 0.01  # share of a vocabulary by which two paddings of it may differ
-GPU_RESERVE_BYTES = 2**29  # at least: the driver's context, graphs, fragments
+GPU_RESERVE_BYTES = 2**29  # at least: graphs, fragments, libraries' workspaces
 HOST_RESERVE_BYTES = GIB
 RESERVE_SHARE = 0.03
 
@@ -123,7 +123,8 @@ class PlanRequest:
     def stored(self) -> KVSizes:
         """The layout of the KV in the store: in 12 bits a value where it is packed."""
         layout = self.target.layout(self.config.store.page)
-        return stored_layout(layout, self.config.store.code, over_link=not self.in_place)
+        triton = all(gpu.triton for gpu in self.hardware.gpus)
+        return stored_layout(layout, self.config.store.code, over_link=not self.in_place, triton=triton)
 
     @cached_property
     def resident(self) -> KVSizes:
@@ -399,13 +400,25 @@ def host_memory(request: PlanRequest) -> Memory:
     memory = {"kv": layout.reserved_bytes(tokens)}
     if means := layout.means_bytes(tokens, *kept_means(request.config)):
         memory["summaries"] = means
-    memory |= _computing_memory(request) if request.in_place else {}
+    if request.in_place:
+        memory |= _computing_memory(request)
+    elif target.paged_layers:
+        memory["page_locked_buffers"] = len(request.hardware.gpus) * _buffer_bytes(request)
     available = request.hardware.host.memory_bytes
     memory["reserve"] = max(HOST_RESERVE_BYTES, int(RESERVE_SHARE * available))
     if point := target.window_bytes() + target.state_bytes:
         points = (available - sum(memory.values())) // point
         memory["rewind_points"] = max(1, min(MOST_POINTS, points)) * point
     return memory
+
+
+def _buffer_bytes(request: PlanRequest) -> int:
+    """Bytes of page-locked memory that copies of one link go through: two buffers outwards, one inwards."""
+    outwards = READ_TOKENS * request.target.token_bytes
+    if request.retrieves:
+        outwards = max(outwards, PORTION_BYTES)
+    inwards = (request.longest_draft + 1) * request.target.token_bytes
+    return 2 * page_locked_bytes(outwards) + page_locked_bytes(inwards)
 
 
 def _computing_memory(request: PlanRequest) -> Memory:
