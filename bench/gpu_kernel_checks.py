@@ -25,7 +25,7 @@ from offload_rt.attention import operators
 from offload_rt.attention.backends import TorchCudaBackend, fold, use_triton
 from offload_rt.attention.mass import Sample
 from offload_rt.attention.quantized import QuantizedKV
-from offload_rt.caches.selection import choose_of_layers
+from offload_rt.caches.selection import NONE, choose_of_layers
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.page_codec import machine_codec
 from offload_rt.text import common_beginning
@@ -235,10 +235,11 @@ def temporaries(given: Given) -> Iterator[Row]:
     device, heads = given.device, SHAPES["llama2-7b"][1]
     chunks, tokens = given.sizes.chunks, given.sizes.quantized_entries
     scores = torch.rand(LAYERS, heads, chunks, device=device)
+    held = torch.full((LAYERS, heads, tokens // CHUNK), NONE, device=device)
     layer = QuantizedKV.empty(KVLayout(1, heads, HEAD_DIM, torch.bfloat16), tokens, 8, device).layer(0)
     keys, values = drawn(2, heads, tokens, HEAD_DIM, device=device)
     works: dict[str, Callable[[], object]] = {
-        "choose": partial(choose_of_layers, scores, tokens // CHUNK),
+        "choose": partial(choose_of_layers, scores, held),
         "quantise": partial(layer.put, keys, values),
     }
     for name, work in works.items():

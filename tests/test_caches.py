@@ -341,6 +341,21 @@ def weighed(queries: int) -> list[int]:
     return list(range(queries - 1, -1, -step))
 
 
+def placed(best: list[int], before: list[int]) -> list[int]:
+    """Chunks by slot: those that were held before stay, and the others fill the places that are left."""
+    others = iter([chunk for chunk in best if chunk not in before[: len(best)]])
+    stays = [chunk if chunk in best else None for chunk in before[: len(best)]]
+    stays += [None] * (len(best) - len(stays))
+    return [next(others) if chunk is None else chunk for chunk in stays]
+
+
+def prefer(scores: Tensor, slots: list[list[list[int]]], count: int) -> None:
+    """Doubles the scores of the chunks in the first `count` slots, which a refresh would leave there."""
+    for layer, heads in enumerate(slots):
+        for head, chunks in enumerate(heads):
+            scores[layer, head, chunks[:count]] *= 2
+
+
 class PlainRetrieval:
     """Which tokens a retrieved cache holds for each layer and head, by the words of its docstring.
 
@@ -366,6 +381,7 @@ class PlainRetrieval:
         self.refreshes = 0
         self.always: list[int] = []  # tokens that are not overwritten
         self.chosen: list[list[list[int]]] = [[[] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
+        self.slots: list[list[list[int]]] = self.chosen  # the chunks that are whole among them
         self.due: Tensor | None = None
 
     def restart(self, queries: Tensor) -> None:
@@ -374,6 +390,7 @@ class PlainRetrieval:
         keys = self.full.keys[:, :, :end].double().repeat_interleave(HEADS // KV_HEADS, 1)
         scores = queries[:, :, -LAST_QUERIES:].double() @ keys.transpose(-1, -2) * SCALE
         self.attended = None
+        self.slots = [[[] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
         self.count_attention(scores.softmax(-1)[:, :, weighed(scores.shape[2])])
 
     def count_attention(self, weights: Tensor) -> None:
@@ -416,7 +433,7 @@ class PlainRetrieval:
         length = len(self.full.tokens)
         if length <= self.budget:
             self.always = list(range(length))
-            self.chosen = [[[] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
+            self.slots = self.chosen = [[[] for _ in range(KV_HEADS)] for _ in range(LAYERS)]
             self.pages = 0
             return
         page = length // LAYOUT.page_size * LAYOUT.page_size
@@ -424,18 +441,20 @@ class PlainRetrieval:
         start = (length - recent) // self.chunk * self.chunk
         start = max(start, length - (self.budget - self.chunk))
         self.always = [*range(self.chunk), *range(start, length)]
-        # In falling importance; `chosen[layer][head]`.
+        # What is chosen again stays in its place, and the others come in falling importance.
         count = (self.budget - len(self.always)) // self.chunk
         scores = self.scores(queries, start).clone()
         scores[:, :, 1:] += scores[:, :, :-1].clone() / 2
+        prefer(scores, self.slots, count)
         best = scores[:, :, 1:].argsort(dim=-1, descending=True, stable=True)[:, :, :count] + 1
         self.pages = min(self.room, start // LAYOUT.page_size)
         self.rest = self.pages * LAYOUT.page_size - self.chunk * (1 + count)
         if self.rest <= 0:
             self.pages = 0
+        self.slots = [list(map(placed, *layers)) for layers in zip(best.tolist(), self.slots, strict=True)]
         self.chosen = [
             [[c * self.chunk + i for c in head for i in range(self.chunk)] for head in layer]
-            for layer in best.tolist()
+            for layer in self.slots
         ]
 
     def adopt(self, count: int, queries: Tensor) -> None:
@@ -447,6 +466,7 @@ class PlainRetrieval:
         self.always += range(length - count, length)
         room -= count
         self.chosen = [[head[:room] for head in layer] for layer in self.chosen]
+        self.slots = [[head[: room // self.chunk] for head in layer] for layer in self.slots]
 
     def held(self, layer: int, head: int) -> list[int]:
         return sorted([*self.always, *self.chosen[layer][head]])

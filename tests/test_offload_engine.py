@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -95,7 +96,8 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     expected: dict[RetrievalRefresh, RetrievedCache] = {}
 
     def begun(cache: RetrievedCache) -> bool:
-        queries, begun = cache._wanted, begin(cache)
+        queries, before = cache._wanted, deepcopy(cache._spare)  # what it holds already is not taken again
+        begun = begin(cache)
         if begun:
             refill = cache._running
             assert queries is not None and refill is not None
@@ -109,6 +111,8 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
                 mean_slots=cache.buffer.mean_slots,
                 bits=bits,
             )
+            assert before is not None
+            separate.buffer = before
             own = separate._start_refresh(refill.layout.length, queries, separate.buffer)
             own.take_from_store()
             separate._apply(own.layout)
@@ -135,6 +139,37 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     with LLM.from_models(target, draft, config=config, overrides=overrides, link=LateLink(1e9)) as llm:
         llm.generate(PROMPT, SHORT)
     assert compared >= 2
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("refresh_from", ["store", "stream"])
+def test_drafts_go_on_where_memory_for_a_refresh_is_short(
+    target: PreTrainedModel,
+    plain_tokens: list[int],
+    refresh_from: str,
+    bits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Refreshes fail at any of their transfers, the one after the prompt, too, and drafts are still read."""
+    transfer, calls, refused = RetrievalRefresh._transfer, [0], list[int]()
+
+    def short(refill: RetrievalRefresh, *given: Any) -> None:
+        calls[0] += 1
+        if calls[0] % 7 == 1:
+            refused.append(refill.layout.length)
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
+        transfer(refill, *given)
+
+    monkeypatch.setattr(RetrievalRefresh, "_transfer", short)
+    overrides = engine_overrides(ahead=2, refresh_from=refresh_from)
+    overrides |= {"retrieval.refresh": "stride:4", "retrieval.bits": bits}
+    with (
+        LLM.from_models(target, config="retrieval", overrides=overrides, link=LateLink(1e9)) as llm,
+        pytest.warns(UserWarning, match=r"too little memory to refresh.*: CUDA out of memory\.$"),
+    ):
+        result = llm.generate(PROMPT, PARAMS)
+    assert result.tokens == plain_tokens and result.levels[0].accepted
+    assert len(set(refused)) > 2 and min(refused) < len(PROMPT) + 1
 
 
 def test_plain_decoding_never_pays_for_a_refresh(

@@ -252,6 +252,42 @@ def test_quantising(dtype: torch.dtype, bits: int, groups: int, dim: int, seed: 
         assert bool(((one - true).abs() <= off).all()) and bool(((other - true).abs() <= off).all())
 
 
+@settings(WIDE, max_examples=12)
+@given(
+    dtype=DTYPES,
+    chunk=st.sampled_from([2, 8, 16]),
+    dim=st.sampled_from([16, 64, 80]),
+    seed=st.integers(0, 100),
+)
+def test_quantising_chunks(dtype: torch.dtype, chunk: int, dim: int, seed: int) -> None:
+    """Some slots get other chunks, as in the plain form, and those between them stay as they were."""
+    draw, heads, tokens, device = Draw(seed), 3, 2 * GROUP, torch.device(DEVICE)
+    memory = QuantizedKV.empty(KVLayout(2, heads, dim, dtype), tokens, 8, device)
+    memory.clear()
+    found, wanted = (memory.layer(at) for at in range(2))
+    before = draw(2, heads, tokens, dim, dtype=dtype)
+    for one in (found, wanted):
+        one.share_ranges(before[0])
+    places = torch.randperm(heads * tokens // chunk, generator=torch.Generator().manual_seed(seed))[:5].to(
+        device
+    )
+    given = draw(2, len(places), chunk + 3, dim + 16, dtype=dtype)[:, :, 3:, :dim]
+    head, slot = places // (tokens // chunk), places % (tokens // chunk)
+    triton_operators.quantize_chunks_(*given, head, slot, *found)
+    operators.quantize_chunks_(*given, head, slot, *wanted)
+    if DEVICE == "cuda":
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    sides = zip(*(layer.dequantized(torch.float32) for layer in (found, wanted)), strict=True)
+    for pair in sides:
+        new, same = (side.unflatten(1, (-1, chunk))[head, slot] for side in pair)
+        off = (new - same).abs() <= 1.02 * (same.amax() - same.amin()) / 255 + same.abs() / 100
+        assert bool(off.all())
+    others = torch.ones(heads, tokens // chunk, dtype=torch.bool, device=device)
+    others[head, slot] = False
+    for codes in (found.key_codes, found.value_codes):
+        assert not codes.unflatten(1, (-1, chunk))[others].any()
+
+
 @pytest.mark.parametrize("name", ["_segment", "_add_mass", "_quantized"])
 def test_what_varies_from_pass_to_pass_is_compiled_once(name: str) -> None:
     kernel = getattr(triton_kernels, name)

@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload_rt.attention.quantized import QuantizedLayer, encoded, packed
+from offload_rt.attention.quantized import QuantizedLayer, codes_of, encoded, packed
 from offload_rt.attention.sizes import GROUP
 
 MAX_EXPONENT = 80.0
 """Largest exponent of a mass relative to its reference: a little more overflows float32."""
+
+
+VALUES_AT_A_TIME = 2**21
+"""Values that are quantised at a time."""
 
 
 def clamped_exp(difference: Tensor) -> Tensor:
@@ -179,6 +183,35 @@ def quantize_(
         layer.value_ranges.copy_(torch.cat([zero, step], 1))
 
 
+def quantize_chunks_(
+    keys: Tensor,
+    values: Tensor,
+    heads: Tensor,
+    slots: Tensor,
+    key_codes: Tensor,
+    key_ranges: Tensor,
+    value_codes: Tensor,
+    value_ranges: Tensor,
+) -> None:
+    """Writes chunks `[n, chunk, head_dim]` to slots of a `QuantizedLayer`, keys by the ranges that it has.
+
+    Some at a time: what that needs besides takes thirteen bytes for each of their values.
+
+    Args:
+        heads, slots: of each chunk, `[n]` int64.
+    """
+    count, chunk, dim = keys.shape
+    layer = QuantizedLayer(key_codes, key_ranges, value_codes, value_ranges)
+    in_slots = [one.unflatten(1, (-1, chunk)) for one in (key_codes, value_codes, value_ranges)]
+    most = max(1, VALUES_AT_A_TIME // (chunk * dim))
+    for some in (slice(at, at + most) for at in range(0, count, most)):
+        places, ranges = (heads[some], slots[some]), key_ranges[heads[some], 0, :, None]
+        in_slots[0][places] = packed(codes_of(keys[some], ranges[:, 0], ranges[:, 1], layer.bits), layer.bits)
+        codes, zero, step = encoded(values[some], 2, layer.bits)
+        in_slots[1][places] = packed(codes, layer.bits)
+        in_slots[2][places] = torch.cat([zero, step], 2)
+
+
 _SCHEMAS: dict[Callable[..., Any], str] = {
     combine: "(Tensor parts, Tensor lses, Tensor? out, Tensor? lse) -> (Tensor, Tensor)",
     chunk_mass_: "(Tensor(a!) mass, Tensor queries, Tensor keys, Tensor reference, float scale,"
@@ -189,6 +222,8 @@ _SCHEMAS: dict[Callable[..., Any], str] = {
     " Tensor value_ranges, Tensor? count, float scale) -> (Tensor, Tensor)",
     quantize_: "(Tensor keys, Tensor values, Tensor(a!) key_codes, Tensor(b!) key_ranges,"
     " Tensor(c!) value_codes, Tensor(d!) value_ranges) -> ()",
+    quantize_chunks_: "(Tensor keys, Tensor values, Tensor heads, Tensor slots, Tensor(a!) key_codes,"
+    " Tensor key_ranges, Tensor(b!) value_codes, Tensor(c!) value_ranges) -> ()",
     add_mass_: "(Tensor(a!) scores, Tensor mass, Tensor reference, Tensor lse, float decay, int period,"
     " int step) -> ()",
 }

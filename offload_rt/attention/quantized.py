@@ -3,6 +3,9 @@
 As in KIVI (arXiv 2402.02750), keys are quantised by channel, in groups of `GROUP` tokens, and values by
 token: a few channels of keys are far larger than the others, and no channel of values is. A code c stands for
 `zero + step * c`; both are in bfloat16, and codes are chosen for them as they were rounded.
+
+8 bits are fine enough for all groups of a head to share the ranges of its keys, a little wider than the first
+keys need. Then any chunk of tokens can be replaced without reading the others again.
 """
 
 from __future__ import annotations
@@ -19,6 +22,12 @@ from offload_rt.native import load_kernel
 
 SLACK = 2.0**-8
 """Share by which a range is widened, so that it holds all values when its ends are rounded to bfloat16."""
+
+
+SPARE_RANGE = 0.125
+"""Share of a range by which shared ranges are wider on both sides, for keys that come later. What is still
+farther away gets the nearest code."""
+SHARED_RANGES_BITS = 8
 
 
 class QuantizedLayer(NamedTuple):
@@ -50,8 +59,20 @@ class QuantizedLayer(NamedTuple):
             self.value_ranges[:, :tokens],
         )
 
+    @property
+    def shares_ranges(self) -> bool:
+        """The groups of a head share the ranges of its keys."""
+        return self.bits == SHARED_RANGES_BITS
+
     def put(self, keys: Tensor, values: Tensor) -> None:
         """Quantises keys and values `[kv_heads, tokens, head_dim]`, whole groups, into the first tokens."""
+        if self.shares_ranges:
+            self.share_ranges(keys)
+            groups = torch.arange(keys.shape[1] // GROUP, device=keys.device)
+            for head, sides in enumerate(zip(keys, values, strict=True)):
+                head_keys, head_values = (side.unflatten(0, (-1, GROUP)) for side in sides)
+                self.put_chunks(head_keys, head_values, torch.full_like(groups, head), groups)
+            return None
         tokens = keys.shape[1]
         into, kernel = self.first(tokens), load_kernel() if keys.device.type == "cpu" else None
         if (
@@ -62,6 +83,21 @@ class QuantizedLayer(NamedTuple):
             return kernel.quantize(keys, values, into)
         torch.ops.offload_rt.quantize_(keys, values, *into)
         return None
+
+    def share_ranges(self, keys: Tensor) -> None:
+        """Sets the ranges of all groups of a head by keys `[kv_heads, tokens, head_dim]`."""
+        low, high = torch.aminmax(keys, dim=1, keepdim=True)
+        spare = SPARE_RANGE * (high.float() - low.float())
+        self.key_ranges.copy_(torch.stack(range_of(low - spare, high + spare, self.bits), 2))
+
+    def put_chunks(self, keys: Tensor, values: Tensor, heads: Tensor, slots: Tensor) -> None:
+        """Quantises chunks `[n, chunk, head_dim]` into slots of their heads, where ranges are shared.
+
+        Args:
+            heads, slots: of each chunk, `[n]` int64 on the device; a slot is as long as a chunk.
+        """
+        assert self.shares_ranges, "chunks of a group share its ranges with others"
+        torch.ops.offload_rt.quantize_chunks_(keys, values, heads, slots, *self)
 
     def dequantized(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns keys and values, `[kv_heads, tokens, head_dim]`."""
@@ -100,6 +136,11 @@ class QuantizedKV:
         """Key of memory of the same size."""
         return tuple(tuple(tensor.shape) for tensor in self.tensors)
 
+    @property
+    def shares_ranges(self) -> bool:
+        """See `QuantizedLayer`."""
+        return self.tensors.shares_ranges
+
     def layer(self, number: int) -> QuantizedLayer:
         return QuantizedLayer(*(tensor[number] for tensor in self.tensors))
 
@@ -111,12 +152,21 @@ class QuantizedKV:
 
 def encoded(x: Tensor, axis: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises along an axis; returns codes, and zeros and steps in bfloat16 with that axis of size 1."""
-    most = 2**bits - 1
-    low, high = (side.float() for side in torch.aminmax(x, dim=axis, keepdim=True))
+    zero, step = range_of(*torch.aminmax(x, dim=axis, keepdim=True), bits)
+    return codes_of(x, zero, step, bits), zero, step
+
+
+def range_of(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Returns zero and step, in bfloat16, of codes for values from `low` to `high`."""
+    low, high = low.float(), high.float()
     zero = (low - low.abs() * SLACK).bfloat16()
-    step = ((high - zero.float()) * ((1 + 2 * SLACK) / most)).bfloat16()
+    return zero, ((high - zero.float()) * ((1 + 2 * SLACK) / (2**bits - 1))).bfloat16()
+
+
+def codes_of(x: Tensor, zero: Tensor, step: Tensor, bits: int) -> Tensor:
+    """Returns the nearest codes, uint8."""
     codes = (x.float() - zero.float()) / step.float().clamp(min=torch.finfo(torch.bfloat16).tiny)
-    return codes.round_().clamp_(0, most).to(torch.uint8), zero, step
+    return codes.round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:

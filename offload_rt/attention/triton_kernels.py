@@ -5,7 +5,8 @@ mass of a block of keys each. Folded rows, sampled queries and chunks are those 
 
 `_quantized` attends to keys and values of 8 or 4 bits: a program takes a tile of queries of a key head over
 some consecutive groups of tokens. It goes through the two halves of the dimensions apart: they share bytes.
-`_quantize` makes them: a program takes a group of tokens of a head, and needs no memory besides.
+`_quantize` makes them: a program takes a group of tokens of a head, and needs no memory besides; so does
+`_quantize_chunks` with a chunk, by ranges of keys that are there.
 """
 
 from __future__ import annotations
@@ -228,6 +229,60 @@ def _codes(x, zero, step, MOST: tl.constexpr):
 
 
 @triton.jit
+def _store_codes(codes, low, high, half, valid, BITS: tl.constexpr):
+    if BITS == 4:
+        tl.store(codes, low | (high << 4), mask=valid)
+    else:
+        tl.store(codes, low, mask=valid)
+        tl.store(codes + half, high, mask=valid)
+
+
+@triton.jit
+def _quantize_tokens(first, second, codes, ranges, half, valid, seen, BITS: tl.constexpr, MOST: tl.constexpr):
+    """Quantises rows, each by its own range."""
+    infinity = float("inf")
+    least = tl.minimum(tl.where(valid, first, infinity), tl.where(valid, second, infinity))
+    most = tl.maximum(tl.where(valid, first, -infinity), tl.where(valid, second, -infinity))
+    zero, step = _range(tl.min(least, 1), tl.max(most, 1), MOST)
+    tl.store(ranges, zero, mask=seen)
+    tl.store(ranges + 1, step, mask=seen)
+    low = _codes(first, zero[:, None], step[:, None], MOST)
+    high = _codes(second, zero[:, None], step[:, None], MOST)
+    _store_codes(codes, low, high, half, valid, BITS)
+
+
+@triton.jit
+def _quantize_chunks(
+    keys, values, heads, slots, key_codes, key_ranges, value_codes, value_ranges, chunk, dim,
+    key_chunk_stride, key_row_stride, value_chunk_stride, value_row_stride,
+    code_head_stride, code_row_stride, key_range_stride, value_range_stride,
+    BITS: tl.constexpr, HALF: tl.constexpr, CHUNK: tl.constexpr,
+):
+    number, half = tl.program_id(0).to(tl.int64), dim // 2
+    MOST: tl.constexpr = 2**BITS - 1
+    token, column = tl.arange(0, CHUNK), tl.arange(0, HALF)
+    seen, within = token < chunk, column < half
+    valid = seen[:, None] & within[None, :]
+    head, to = tl.load(heads + number), tl.load(slots + number) * chunk + token
+    codes = head * code_head_stride + to[:, None] * code_row_stride + column[None, :]
+    place = keys + number * key_chunk_stride + token[:, None] * key_row_stride + column[None, :]
+    first = tl.load(place, mask=valid, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=valid, other=0.0).to(tl.float32)
+    ranges = key_ranges + head * key_range_stride + column
+    zero, step = tl.load(ranges, mask=within, other=0.0), tl.load(ranges + dim, mask=within, other=0.0)
+    low = _codes(first, zero[None, :], step[None, :], MOST)
+    zero = tl.load(ranges + half, mask=within, other=0.0)
+    step = tl.load(ranges + dim + half, mask=within, other=0.0)
+    high = _codes(second, zero[None, :], step[None, :], MOST)
+    _store_codes(key_codes + codes, low, high, half, valid, BITS)
+    place = values + number * value_chunk_stride + token[:, None] * value_row_stride + column[None, :]
+    first = tl.load(place, mask=valid, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=valid, other=0.0).to(tl.float32)
+    ranges = value_ranges + head * value_range_stride + to * 2
+    _quantize_tokens(first, second, value_codes + codes, ranges, half, valid, seen, BITS, MOST)
+
+
+@triton.jit
 def _quantize(
     x, codes, ranges, dim, head_stride, row_stride, code_head_stride, code_row_stride, range_head_stride,
     BY_CHANNEL: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
@@ -240,6 +295,7 @@ def _quantize(
     first = tl.load(place, mask=valid, other=0.0).to(tl.float32)
     second = tl.load(place + half, mask=valid, other=0.0).to(tl.float32)
     ranges += head.to(tl.int64) * range_head_stride
+    codes += head.to(tl.int64) * code_head_stride + token[:, None] * code_row_stride + column[None, :]
     if BY_CHANNEL:
         zero, step = _range(tl.min(first, 0), tl.max(first, 0), MOST)
         other_zero, other_step = _range(tl.min(second, 0), tl.max(second, 0), MOST)
@@ -250,19 +306,7 @@ def _quantize(
         tl.store(ranges + dim + half, other_step, mask=column < half)
         low = _codes(first, zero[None, :], step[None, :], MOST)
         high = _codes(second, other_zero[None, :], other_step[None, :], MOST)
+        _store_codes(codes, low, high, half, valid, BITS)
     else:
-        infinity = float("inf")
-        least = tl.minimum(tl.where(valid, first, infinity), tl.where(valid, second, infinity))
-        most = tl.maximum(tl.where(valid, first, -infinity), tl.where(valid, second, -infinity))
-        zero, step = _range(tl.min(least, 1), tl.max(most, 1), MOST)
-        tl.store(ranges + token * 2, zero)
-        tl.store(ranges + token * 2 + 1, step)
-        low = _codes(first, zero[:, None], step[:, None], MOST)
-        high = _codes(second, zero[:, None], step[:, None], MOST)
-    codes += head.to(tl.int64) * code_head_stride + token[:, None] * code_row_stride + column[None, :]
-    if BITS == 4:
-        tl.store(codes, low | (high << 4), mask=valid)
-    else:
-        tl.store(codes, low, mask=valid)
-        tl.store(codes + half, high, mask=valid)
+        _quantize_tokens(first, second, codes, ranges + token * 2, half, valid, token >= 0, BITS, MOST)
 # fmt: on

@@ -18,9 +18,9 @@ from torch import Tensor
 from cpu_kv import KVLayout
 from cpu_kv.packed import PackedShape, PageCodec
 from offload_rt.attention import operators, triton_pages
-from offload_rt.attention.quantized import QuantizedKV, QuantizedLayer
+from offload_rt.attention.quantized import SPARE_RANGE, QuantizedKV, QuantizedLayer
 from offload_rt.attention.sizes import GROUP
-from offload_rt.attention.triton_kernels import _add_mass, _quantize, _quantized, _segment
+from offload_rt.attention.triton_kernels import _add_mass, _quantize, _quantize_chunks, _quantized, _segment
 
 PAGES_AT_A_TIME = 16
 TOKENS_AT_A_TIME = 64
@@ -213,6 +213,35 @@ def quantize_(
     return None
 
 
+def quantize_chunks_(
+    keys: Tensor,
+    values: Tensor,
+    heads: Tensor,
+    slots: Tensor,
+    key_codes: Tensor,
+    key_ranges: Tensor,
+    value_codes: Tensor,
+    value_ranges: Tensor,
+) -> None:
+    """See `operators.quantize_chunks_`."""
+    into = QuantizedLayer(key_codes, key_ranges, value_codes, value_ranges)
+    count, chunk, dim = keys.shape
+    fits = key_ranges[0].is_contiguous() and value_ranges[0].is_contiguous() and not dim % 2
+    fits &= all(one.stride(-1) == 1 for one in (keys, values, heads, slots, key_codes, value_codes))
+    if not fits or key_codes.stride() != value_codes.stride() or keys.dtype == torch.float64:
+        return operators.quantize_chunks_(keys, values, heads, slots, *into)
+    if count:
+        with _on_device_of(keys):
+            _quantize_chunks[(count,)](
+                *(keys, values, heads, slots, *into, chunk, dim, *keys.stride()[:2], *values.stride()[:2]),
+                *(*key_codes.stride()[:2], key_ranges.stride(0), value_ranges.stride(0)),
+                BITS=into.bits,
+                HALF=triton.next_power_of_2(dim // 2),
+                CHUNK=triton.next_power_of_2(chunk),
+            )
+    return None
+
+
 def _can_combine(parts: Tensor, lses: Tensor) -> bool:
     """Returns whether the kernel supports these strides and dtypes."""
     return parts.stride(-1) == 1 and lses.dtype == torch.float32
@@ -307,8 +336,15 @@ def check(layout: KVLayout = SMALL, group: int = 2, device: str = "cuda") -> Non
         kv = QuantizedKV.empty(KVLayout(1, heads, dim, dtype), 10 * GROUP, bits, torch.device(device)).layer(
             0
         )
-        quantize_(entries[0], entries[1], *kv)
-        span = float(entries.max() - entries.min())
+        if kv.shares_ranges:
+            kv.share_ranges(entries[0])
+            slots = torch.arange(10 * GROUP // chunk, device=device)
+            each = torch.arange(heads, device=device).repeat_interleave(len(slots))
+            new_keys, new_values = (side.unflatten(1, (-1, chunk)).flatten(0, 1) for side in entries)
+            quantize_chunks_(new_keys, new_values, each, slots.repeat(heads), *kv)
+        else:
+            quantize_(entries[0], entries[1], *kv)
+        span = (1 + 2 * SPARE_RANGE) * float(entries.max() - entries.min())
         off = (torch.stack(kv.dequantized(torch.float32)) - entries).abs().max()
         if not off <= 0.6 * span / (2**bits - 1) + span / 128:  # half a step, and rounding of the ranges
             raise RuntimeError(f"a kernel quantises values to others, {float(off):.3g} away")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,27 @@ from torch import Tensor
 from cpu_kv import KVLayout
 from offload_rt.attention.quantized import QuantizedKV
 from offload_rt.attention.sizes import QuantizedSize
+from offload_rt.caches.selection import NONE
 from offload_rt.caches.sizes import whole_pages
+
+
+@dataclass(eq=False)
+class HeldChunks:
+    """The chunks that the slots of a buffer hold, so that a refresh takes only others.
+
+    Attributes:
+        numbers: `[layers, kv_heads, slots]` int64, on the device where chunks are chosen.
+        intact: how many slots, from the first one on, hold these chunks; 0 while they are written.
+    """
+
+    numbers: Tensor
+    intact: int = 0
+
+    def begin(self, slots: int) -> Tensor:
+        """Returns the chunk in each of the first `slots` slots, or `NONE`, for a refresh to choose others."""
+        self.numbers[..., self.intact :] = NONE
+        self.intact = 0
+        return self.numbers[..., :slots]
 
 
 @dataclass(eq=False)
@@ -25,12 +45,14 @@ class KVBuffer:
         mean_slots: slots for means of pages, which are filled backwards from the first entry.
         means: number of means present.
         quantized: memory for quantised entries; None: there are none.
+        held: chunks that are held; None: no chunk was chosen yet.
     """
 
     memory: Tensor
     mean_slots: int = 0
     means: int = 0
     quantized: QuantizedKV | None = None
+    held: HeldChunks | None = None
 
     @property
     def kv(self) -> Tensor:
@@ -55,7 +77,7 @@ class KVBuffer:
     def clear(self) -> None:
         """Zeroes the memory: slots behind the entries are multiplied by zero and so must be finite."""
         self.memory.zero_()
-        self.means = 0
+        self.means, self.held = 0, None
         if self.quantized is not None:
             self.quantized.clear()
 
@@ -88,7 +110,7 @@ class KVBuffer:
         pad = (0, 0, 0, whole_pages(entries) - self.memory.shape[3])
         with torch.inference_mode(False):  # as in `take`
             memory = torch.nn.functional.pad(self.memory, pad)
-        return KVBuffer(memory, self.mean_slots, self.means, self.quantized)
+        return replace(self, memory=memory)
 
 
 @dataclass

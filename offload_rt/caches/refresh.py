@@ -18,6 +18,7 @@ from cpu_kv import KeysValues, PendingCopy, TransferEngine, part_of
 from cpu_kv.mapped import computed_copy
 from cpu_kv.packed import PackedSide
 from offload_rt.caches.buffers import KVBuffer
+from offload_rt.caches.selection import NO_MORE
 from offload_rt.caches.sizes import PENDING_BYTES, PORTION_BYTES
 
 _Places = slice | tuple[Tensor, Tensor]
@@ -25,7 +26,9 @@ _Places = slice | tuple[Tensor, Tensor]
 
 
 class ChosenChunks(NamedTuple):
-    """The chunks chosen for the KV heads of a layer, `[3, n]`: chunk number (rising), head, slot of the head.
+    """The chunks to take for the KV heads of a layer, `[3, n]`: chunk number (rising), head, slot.
+
+    The last ones may be `NO_MORE`.
 
     Attributes:
         device: the same on the device; None: not sent yet.
@@ -127,8 +130,9 @@ class RetrievalRefresh:
         layout: how the entries lie in `buffer`.
         choose: returns the chunks of a layer; called in `executor`.
         executor: has one thread; may be shut down after `close`.
-        staging: memory for the chosen chunks of two layers, `[2, 2, kv_heads, entries, head_dim]`, where they
-            are quantised: keys of a group share ranges, and its chunks arrive one by one.
+        whole: all entries are taken; False: some chosen chunks stay where they are.
+        staging: memory for the chosen chunks of two layers, `[2, 2, kv_heads, entries, head_dim]`, where all
+            of them are quantised: they share ranges, and arrive one by one.
     """
 
     def __init__(
@@ -139,10 +143,12 @@ class RetrievalRefresh:
         choose: Callable[[int], ChosenChunks],
         buffer: KVBuffer,
         executor: Executor,
+        whole: bool = True,
         staging: Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.buffer = buffer
+        self._whole = whole
         self._staging = staging
         self._engine = engine
         self._chunk = chunk
@@ -150,21 +156,22 @@ class RetrievalRefresh:
 
         def chosen(layer: int) -> tuple[list[int], ChosenChunks]:
             chunks = choose(layer)
-            return chunks.host[0].tolist(), chunks
+            numbers = chunks.host[0].tolist()
+            return numbers[: bisect_left(numbers, NO_MORE)], chunks
 
         self._chosen = [executor.submit(chosen, layer) for layer in self._layers]
         self._layer = -1
         self._on_host = self._on_device = torch.empty(3, 0, dtype=torch.long)  # chunks of the layer
         self._numbers: list[int] = []
-        entries = layout.entries + layout.quantized
-        self._missing = len(self._layers) * engine.sequence.layout.kv_heads * entries
+        self._recent = engine.sequence.layout.kv_heads * (layout.length - layout.recent_start)
+        self._missing = 0  # entries of the layers so far
         self._pending: deque[tuple[int, _Places, PendingCopy]] = deque()
         self._pending_bytes = 0
 
     @property
     def complete(self) -> bool:
         """True once every entry has been taken."""
-        return self._missing == 0
+        return self._layer == self._layers[-1] and self._missing == 0
 
     def finish(self) -> None:
         """Writes entries that are still on their way to the buffer."""
@@ -192,6 +199,9 @@ class RetrievalRefresh:
         entries = self.buffer.kv[layer]
         if isinstance(places, slice):
             entries[:, :, places] = kv
+        elif self.layout.quantizes and not self._whole:
+            assert self.buffer.quantized is not None
+            self.buffer.quantized.layer(layer).put_chunks(kv[0], kv[1], *places)
         else:
             self._chosen_entries(layer).unflatten(2, (-1, self._chunk))[:, *places] = kv
 
@@ -204,8 +214,8 @@ class RetrievalRefresh:
         return entries[:, :, : self.layout.chosen_end]
 
     def _quantize(self, layer: int) -> None:
-        """Quantises the chosen chunks of a layer, which are complete."""
-        if self.layout.quantized and layer >= 0:
+        """Quantises all chosen chunks of a layer, which are complete."""
+        if self._whole and self.layout.quantized and layer >= 0:
             assert self.buffer.quantized is not None
             self.buffer.quantized.layer(layer).put(*self._chosen_entries(layer))
 
@@ -240,6 +250,7 @@ class RetrievalRefresh:
         self._quantize(layer - 2)
         self._layer = layer
         self._numbers, (self._on_host, on_device) = self._chosen[layer].result()
+        self._missing += self._recent + len(self._numbers) * self._chunk
         if on_device is None:
             on_device = self._on_host.to(self.buffer.memory.device, non_blocking=True)
         self._on_device = on_device

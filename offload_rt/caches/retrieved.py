@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -14,12 +16,13 @@ from cpu_kv import ChunkMeans, KeysValues
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens, VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.buffers import BufferPool, KVBuffer
+from offload_rt.caches.buffers import BufferPool, HeldChunks, KVBuffer
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import ChosenChunks, EntryLayout, RetrievalRefresh
 from offload_rt.caches.selection import AttentionScores, Selection, choose_chunks, choose_of_layers
 from offload_rt.caches.sizes import VERIFIED_ROOM, RetrievedSize
 from offload_rt.config import RefreshPolicy
+from offload_rt.errors import first_line
 from offload_rt.host import PendingRead
 
 
@@ -45,6 +48,10 @@ class RefreshSchedule:
     def refreshed(self) -> None:
         """Notes that the entries were chosen again."""
         self.count += 1
+        self.postpone()
+
+    def postpone(self) -> None:
+        """Notes that they could not be chosen again, although that was due."""
         self._tokens = 0
         self._verifications.clear()
 
@@ -71,10 +78,13 @@ class RetrievedCache(BoundedCache):
     Unretrieved tokens are approximated by the mean key and mean value of their pages, weighted by their
     number, as RetroInfer (arXiv 2505.02922) does. The means are attended together with the entries.
 
-    Layout of the verified entries after a refresh: first chunk, chosen chunks in falling score, recent
-    window, which reaches back to the last whole page or, if that is more, over half of the budget. Newly
-    verified tokens overwrite the chosen chunks from the lowest score on; when none is left, the cache is
-    refreshed whatever its policy.
+    Layout of the verified entries after a refresh: first chunk, chosen chunks, recent window, which reaches
+    back to the last whole page or, if that is more, over half of the budget. A chunk that is chosen again
+    stays where it is, and only others are taken; they come in falling score. Newly verified tokens overwrite
+    the chosen chunks from the last one on; when none is left, the cache is refreshed whatever its policy.
+
+    Where the device lacks memory for a refresh, the entries stay as they are: drafts are worse, and verified
+    all the same.
 
     With fewer than 16 bits, the chosen chunks are quantised (`attention/quantized.py`), in whole groups, so
     that there may be a few more. The recent window and what is verified after a refresh stay in full
@@ -147,6 +157,8 @@ class RetrievedCache(BoundedCache):
             return torch.empty(shape, dtype=kv.dtype, device=self._device)
 
     def build(self, queries: Tensor) -> None:
+        for buffer in self.buffers:
+            buffer.held = None  # of tokens that may have been taken back
         self.buffer.means = 0
         source = self._source
         source.engine.flush()
@@ -163,9 +175,24 @@ class RetrievedCache(BoundedCache):
         self.abandon_pass()
         self._due = self._wanted = self._running = None
         self.verified_length = self._source.verified_length
-        refresh = self._start_refresh(self.verified_length, queries, self.buffer)
-        refresh.take_from_store()
-        self._apply(refresh.layout)
+        with self._spared_from_lack_of_memory():
+            refresh = self._start_refresh(self.verified_length, queries, self.buffer)
+            refresh.take_from_store()
+            self._apply(refresh.layout)
+
+    @contextmanager
+    def _spared_from_lack_of_memory(self) -> Iterator[None]:
+        """Gives a refresh up for which the device has not enough memory."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self.abandon_pass()
+            self._running = None
+            self.refresh.postpone()
+            warnings.warn(
+                f"too little memory to refresh the retrieved cache, so drafts are worse: {first_line(error)}",
+                stacklevel=4,
+            )
 
     def _entry_layout(self, length: int) -> EntryLayout:
         quantizes, chunk, page = self.buffer.quantized is not None, self.chunk, self._layout.page_size
@@ -185,22 +212,22 @@ class RetrievedCache(BoundedCache):
             length, recent_start, chosen_end, means if unretrieved else 0, unretrieved, quantizes
         )
 
-    def _chooser(self, layout: EntryLayout, queries: Tensor) -> Callable[[int], ChosenChunks]:
-        """Returns a thread-safe function that chooses the chunks of a layer."""
+    def _chooser(self, layout: EntryLayout, queries: Tensor, held: Tensor) -> Callable[[int], ChosenChunks]:
+        """Returns a thread-safe function that chooses chunks of a layer for slots `[layers, kv_heads, n]`."""
         selection, device = self.selection, self._device
-        end, count = layout.recent_start // self.chunk, layout.chosen_end // self.chunk
-        if not count:
+        end = layout.recent_start // self.chunk
+        if not held.shape[-1]:
             return lambda layer: ChosenChunks.of(torch.empty(3, 0, dtype=torch.long), device)
         if device.type == "cuda" and isinstance(selection, AttentionScores):
             # On the device, for all layers now: on the host it would take 10 ms per layer at 128K.
-            on_device = choose_of_layers(selection.values[:, :, :end], count)
+            on_device = choose_of_layers(selection.values[:, :, :end], held)
             on_host, here = PendingRead(on_device), on_device.device == device
             return lambda layer: ChosenChunks(on_host.wait()[layer], on_device[layer] if here else None)
         scores = selection.scores(queries, self._source.scale)
 
         @torch.inference_mode()  # which is set per thread
         def choose(layer: int) -> ChosenChunks:
-            return ChosenChunks.of(choose_chunks(scores(layer)[:, :end], count), device)
+            return ChosenChunks.of(choose_chunks(scores(layer)[:, :end], held[layer]), device)
 
         return choose
 
@@ -220,9 +247,22 @@ class RetrievedCache(BoundedCache):
         """Starts choosing the entries of a sequence of `length` tokens for a buffer, and sends its means."""
         engine, layout = self._source.engine, self._entry_layout(length)
         engine.flush()  # tokens are summarised when they have arrived
-        choose = self._chooser(layout, queries)
+        held = buffer.held = buffer.held or self._no_chunks()
+        if buffer.quantized is not None and not buffer.quantized.shares_ranges:
+            held.intact = 0  # no chunk can be replaced without the others of its group
+        whole = not held.intact
+        choose = self._chooser(layout, queries, held.begin(layout.chosen_end // self.chunk))
         self._send_means(buffer, layout)
-        return RetrievalRefresh(engine, self.chunk, layout, choose, buffer, self._choosing, self._staging)
+        given = layout, choose, buffer, self._choosing, whole, self._staging
+        return RetrievalRefresh(engine, self.chunk, *given)
+
+    def _no_chunks(self) -> HeldChunks:
+        kv, slots = self._layout, -(-self.budget // self._unit) * self._unit // self.chunk
+        with torch.inference_mode(False):
+            numbers = torch.empty(
+                kv.layers, kv.kv_heads, slots, dtype=torch.long, device=self.selection.device
+            )
+        return HeldChunks(numbers)
 
     def _apply(self, layout: EntryLayout) -> None:
         """Describes the entries by `layout`, after a refresh."""
@@ -230,6 +270,8 @@ class RetrievedCache(BoundedCache):
         self.unretrieved = layout.unretrieved
         # What is quantised is not overwritten.
         self._next_victim = layout.chosen_end - layout.quantized - 1
+        assert self.buffer.held is not None
+        self.buffer.held.intact = layout.chosen_end // self.chunk
         self.refresh.refreshed()
 
     def adopt(self, verified: VerifiedTokens) -> None:
@@ -237,8 +279,9 @@ class RetrievedCache(BoundedCache):
         kept = self._keep_descendants(verified.tokens)
         refresh, self._running = self._running, None
         if refresh is not None and refresh.complete and self._due is None:
-            refresh.finish()
-            self._use(refresh)
+            with self._spared_from_lack_of_memory():
+                refresh.finish()
+                self._use(refresh)
         self.refresh.observe(count, verified.proposed)
         free = self.room - self.entries + max(0, self._next_victim + 1 - self.chunk)
         due = self._source.verified_length > self.budget and self.refresh.due
@@ -284,12 +327,14 @@ class RetrievedCache(BoundedCache):
         if self._wanted is not None:
             queries, self._wanted = self._wanted, None
             assert self._spare is not None
-            self._running = self._start_refresh(self.verified_length, queries, self._spare)
+            with self._spared_from_lack_of_memory():
+                self._running = self._start_refresh(self.verified_length, queries, self._spare)
         return self._running is not None
 
     def take_segment(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool) -> None:
-        assert self._running is not None
-        self._running.take(layer, start, runs, over_link=over_link)
+        if self._running is not None:
+            with self._spared_from_lack_of_memory():
+                self._running.take(layer, start, runs, over_link=over_link)
 
     def take_mass(self, layer: int, total: AttentionSum) -> None:
         self.selection.add(layer, total)
@@ -301,4 +346,6 @@ class RetrievedCache(BoundedCache):
     def _victims(self, count: int) -> list[int]:
         slots = list(range(self._next_victim, self._next_victim - count, -1))
         self._next_victim -= count
+        if count and self.buffer.held is not None:
+            self.buffer.held.intact = min(self.buffer.held.intact, (self._next_victim + 1) // self.chunk)
         return slots

@@ -132,10 +132,11 @@ def score_bytes(layout: KVSizes, heads: int, chunks: int) -> int:
     return 4 * chunks * (layout.layers * layout.kv_heads + SAMPLED_QUERIES * heads)
 
 
-def choosing_bytes(layers: int, heads: int, chunks: int, count: int) -> int:
-    """Bytes that `choose_of_layers` needs on the device: its temporaries, and the choice itself twice."""
+def choosing_bytes(layers: int, heads: int, chunks: int, count: int, buffers: int) -> int:
+    """Bytes that `choose_of_layers` needs on the device: its temporaries, the choice itself twice, and the
+    chunks that each of some buffers holds."""
     portion = min(layers, layers_at_a_time(heads, chunks))
-    return BYTES_PER_SCORE * portion * heads * chunks + 2 * 24 * layers * heads * count
+    return BYTES_PER_SCORE * portion * heads * chunks + (2 * 24 + 8 * buffers) * layers * heads * count
 
 
 def layers_at_a_time(heads: int, chunks: int) -> int:
