@@ -22,7 +22,7 @@ NO_MORE = 2**31
 PREFERENCE = 2.0
 """Factor on the scores of chunks that are held. On 12 passages of 8K tokens of three books, decoded greedily
 by the demo target with 512 tokens retrieved every 32, refreshes replaced 0.40, 0.26, 0.23 and 0.19 of the
-chunks with factors of 1, 1.5, 2 and 4, and 0.863, 0.866, 0.864 and 0.861 of the drafted tokens were accepted."""
+chunks with factors of 1, 1.5, 2 and 4; 0.863, 0.866, 0.864 and 0.861 of the drafted tokens were accepted."""
 
 LAST_QUERIES = 8
 """Number of newest tokens whose queries score the chunks."""
