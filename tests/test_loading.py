@@ -27,11 +27,14 @@ from tiny_models import (
 )
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from cpu_kv import SlabAllocator
 from offload_rt import LLM, SamplingParams, native
 from offload_rt.errors import UsageError
 from offload_rt.model import hub
 from offload_rt.model.checkpoint_config import model_config
+from offload_rt.model.host_embedding import host_bytes
 from offload_rt.model.loading import choose_device, choose_devices, choose_dtype, load_model, load_tokenizer
+from offload_rt.model.quantized_weights import stored_bytes
 from offload_rt.model.rope import Yarn
 
 CPU = torch.device("cpu")
@@ -67,6 +70,41 @@ def test_a_folder_gives_the_model_and_its_tokenizer(saved: Path) -> None:
     assert tokenizer is not None and tokenizer(real_text()[:50])["input_ids"] == byte_ids(50)
     assert load_model(saved, CPU, torch.bfloat16).dtype == torch.bfloat16
     assert load_model(saved, CPU, None).dtype == torch.float32  # the checkpoint's own
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_embedding_is_in_host_memory(saved: Path, tmp_path: Path) -> None:
+    """Tokens, sessions and plans are those of a model whose embedding is on the device."""
+    cuda = torch.device("cuda")
+    model, here = load_model(saved, cuda, torch.float32), load_model(saved, CPU, torch.float32)
+    weight, expected = model.model.embed_tokens.weight, here.model.embed_tokens.weight
+    assert model.device == weight.device == torch.device("cuda:0")
+    assert host_bytes(model) == weight.nbytes > 0 == host_bytes(here)
+    assert model.num_parameters() == here.num_parameters() and torch.equal(weight.cpu(), expected)
+    params, file = SamplingParams(max_tokens=10), tmp_path / "a.safetensors"
+    found = []
+    for device in ("cpu", "cuda"):
+        with LLM(saved, config="retrieval", device=device, dtype="float32") as llm:
+            context = llm.read(byte_ids(300)) if device == "cpu" else llm.load(file)  # weights are compared
+            if device == "cpu":
+                context.save(file)
+            found.append(context.generate((), params).tokens)
+            target, (shape, _) = llm.engine.target, llm.engine._shapes
+            assert target.weight_bytes == stored_bytes(target.module) - host_bytes(target.module)
+            assert shape.embedding_on_gpu == (device == "cpu")
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_an_embedding_that_every_pass_reads_or_that_cannot_be_locked_stays_on_the_gpu(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = torch.device("cuda")
+    tiny_target("llama-gqa", tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert host_bytes(load_model(tmp_path, cuda, torch.float32)) == 0
+    monkeypatch.setattr(SlabAllocator, "is_locked", lambda slabs, memory: False)
+    model = load_model(saved, cuda, torch.float32)
+    assert host_bytes(model) == 0 and model.model.embed_tokens.weight.device == torch.device("cuda:0")
 
 
 def test_progress_of_loading_is_told(saved: Path) -> None:

@@ -355,7 +355,7 @@ def test_the_command_tells_what_layers_keep(
 def test_what_does_not_fit_names_quantised_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(shlex.split("plan --model qwen3.5-27b --gpu rtx4090 --context 262144")) == 2
     err = capsys.readouterr().err
-    assert "GPU 0 (rtx4090) has 23.3 GiB" in err and "weights 50.1" in err and "--quantize nf4" in err
+    assert "GPU 0 (rtx4090) has 23.3 GiB" in err and "weights 47.7" in err and "--quantize nf4" in err
 
 
 def test_the_meta_device_is_enough() -> None:

@@ -73,7 +73,7 @@ def requests(draw: st.DrawFn, shortest: int = 1) -> PlanRequest:
         context=draw(st.integers(1, 300_000)),
         new_tokens=draw(st.integers(0, 2048)),
         hardware=draw(machines()),
-        same_model_acceptance=draw(st.floats(0, 1)),
+        expected_acceptance=draw(st.floats(0, 1)),
         small_model_acceptance=draw(st.floats(0, 1)),
     )
 

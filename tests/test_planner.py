@@ -35,9 +35,9 @@ def predicted(**changes: Any) -> Prediction:
 @pytest.mark.parametrize(
     ("model", "draft", "config", "machine", "ms", "plain_ms", "gamma", "tokens"),
     [
-        ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 145.3, 903.0, 11, (13312, 65024, 48664)),
-        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 53.38, 161.1, 11, (51968, 17664, 57368)),
-        ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 83.48, 107.1, 64, (13568, 0, 21004)),
+        ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 98.34, 909.6, 39, (14080, 33280, 79640)),
+        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 34.20, 150.0, 15, (59904, 12544, 54552)),
+        ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 65.61, 93.82, 64, (12800, 0, 17036)),
         ("demo", "demo-draft", "triforce", ("none", 1), 6.11, 22.6, 7, (0, 127_000, 0)),
     ],
 )
@@ -85,11 +85,11 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
 
 
 def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
-    """64 GiB over 25 GB/s, and a layer's weights and launches behind it."""
+    """64 GiB over 98 % of 25 GB/s, and a layer's weights and launches behind it."""
     assert CONTEXT * LLAMA.token_bytes == 64 * GIB
     lanes = expected_round(Predictor(request()), CHAIN).verification
     assert lanes.placement.streamed_bytes == 64 * GIB and lanes.cpu_attention == 0
-    assert lanes.ms == lanes.link == pytest.approx(2_750, rel=0.01)
+    assert lanes.ms == lanes.link == pytest.approx(2_806, rel=0.01)
     # Two cards: the second keeps what it has room for, and what is left crosses two links.
     both = expected_round(Predictor(request(hardware=gpu(2))), CHAIN).verification
     (card,) = both.placement.gpus
@@ -128,7 +128,7 @@ def test_packed_pages_stay_packed_on_a_card_that_cannot_keep_all() -> None:
     lanes = Predictor(packed).verification(placement, CHAIN)
     before = Predictor(raw).verification(replace(placement, packed=False), CHAIN)
     attended = CONTEXT - 8192
-    unpacking = DESKTOP.gpus[0].read_ms((1 + share) * attended * LLAMA.token_bytes)
+    unpacking = DESKTOP.gpus[0].read_ms((1 + share) * attended * LLAMA.token_bytes) / 0.8
     assert placement.packed and lanes.attention == pytest.approx(before.attention + unpacking)
     streamed, resident = attended / 4096 - 1, 1
     calls = 2 * streamed + 4 * resident
@@ -148,7 +148,14 @@ def test_packed_pages_stay_packed_on_a_card_that_cannot_keep_all() -> None:
 def test_memory_of_a_card() -> None:
     """Known by arithmetic: weights, 4,096 entries twice with means, in whole pages, a ring of 3 × 64 MiB."""
     parts = gpu_memory(request(), 0)
-    assert parts["weights"] == LLAMA.weight_bytes and parts["draft_weights"] == JF68M.weight_bytes
+    embeddings = [2 * 32_000 * 4096, 2 * 32_000 * 768]  # in host memory
+    assert parts["weights"] == LLAMA.weight_bytes - embeddings[0]
+    assert parts["draft_weights"] == JF68M.weight_bytes - embeddings[1]
+    assert host_memory(request())["embeddings"] == sum(embeddings)
+    assert (
+        gpu_memory(request(target=replace(LLAMA, embedding_on_gpu=True)), 0)["weights"] == LLAMA.weight_bytes
+    )
+    assert gpu_memory(request(target=replace(LLAMA, tied=True)), 0)["weights"] == LLAMA.weight_bytes
     assert parts["retrieved_caches"] == 2 * 4864 * 512 * 1024
     assert parts["staging_ring"] == 3 * 64 * 2**20
     assert parts["reserve"] == int(0.03 * 24 * GIB)
@@ -183,19 +190,19 @@ def test_quantised_chunks_take_half_or_a_quarter_of_the_memory_and_of_the_reads(
 
 def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     asked = request(hardware=gpu(2, memory_bytes=19 * GIB))
-    assert asked.remote_mlps == 14, "as few as make room, and half a GiB more"
+    assert asked.remote_mlps == 13, "as few as make room, and half a GiB more"
     assert shortage(asked) is None
     assert str(shortage(replace(asked, given_remote_mlps=10))).startswith("GPU 0 (gpu) has 19.0 GiB")
     whole, first, second = (gpu_memory(*one) for one in ((request(), 0), (asked, 0), (asked, 1)))
-    assert second["weights"] == whole["weights"] - first["weights"] == 14 * 3 * 4096 * 11008 * 2
+    assert second["weights"] == whole["weights"] - first["weights"] == 13 * 3 * 4096 * 11008 * 2
     # What goes there and back takes time, a graph cannot hold it, and a prefill sends all hidden states.
     there, here = Predictor(asked), Predictor(request())
     assert there.step(LLAMA, 1).ms > here.step(LLAMA, 1).ms
     assert there.step(LLAMA, 1, graph=True) == there.step(LLAMA, 1)
     assert there.step(JF68M, 1, graph=True) == here.step(JF68M, 1, graph=True)
     assert there.prefill_ms() > here.prefill_ms()
-    fixed = plan(replace(asked, given_remote_mlps=13))
-    assert "MLP blocks of 13 of 32 layers are on GPU 1" in "\n".join(fixed.assumptions)
+    fixed = plan(replace(asked, given_remote_mlps=12))
+    assert "MLP blocks of 12 of 32 layers are on GPU 1" in "\n".join(fixed.assumptions)
 
 
 def test_rates_between_measurements_and_beyond() -> None:
@@ -233,7 +240,7 @@ def test_plain_decoding_has_no_drafts() -> None:
     planned = plan(request(config="plain"))
     found = planned.check()
     assert (found.draft_ms, found.tokens_per_round) == (0, 1)
-    assert found.ms_per_token == found.pass_ms == found.plain_ms_per_token
+    assert found.ms_per_token == found.pass_ms + 4.0 == found.plain_ms_per_token  # with the verdict
     assert "no speculation: 1 token a pass" in planned.assumptions
 
 
@@ -385,18 +392,18 @@ FLOAT32 = replace(LLAMA, dtype=ElementType.FLOAT32)
 @pytest.mark.parametrize(
     ("changes", "why", "change", "longest"),
     [
-        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "--quantize nf4", 35840),
-        ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", "", 78848),
+        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "--quantize nf4", 48128),
+        ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", "", 78336),
         ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", "", 1792),
         ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", "", 90112),
-        ({"target": THIRTEEN, "hardware": ROOMY}, "weights 24.2", "--quantize nf4", 0),
-        ({"target": FLOAT32, "hardware": ROOMY}, "weights 25.1", "--dtype bfloat16", 0),
-        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=12608", 109312),
+        ({"target": THIRTEEN, "hardware": ROOMY}, "weights 23.9", "--quantize nf4", 0),
+        ({"target": FLOAT32, "hardware": ROOMY}, "weights 24.6", "--dtype bfloat16", 0),
+        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=13248", 122112),
         (
             {"overrides": {"offload.resident_tokens": 65_536}},
             "32.0",
-            "--set offload.resident_tokens=14592",
-            19712,
+            "--set offload.resident_tokens=15360",
+            20224,
         ),
         ({"hardware": gpu(memory_bytes=GIB // 4)}, "take a smaller model", "", 0),
     ],
@@ -448,7 +455,7 @@ def test_experts_that_stay_as_they_are_are_named() -> None:
     asked = request({}, "plain", context=8192, hardware=named_hardware("rtx3090"), draft=None)
     experts = find_shape("qwen3-30b-a3b", None, quantize="nf4")
     said = str(plan(replace(asked, target=experts)).refusal)
-    assert "nf4 leaves the experts in bfloat16, 54.0 GiB: this needs a GPU of 58 GiB" in said
+    assert "nf4 leaves the experts in bfloat16, 54.0 GiB: this needs a GPU of 57 GiB" in said
     assert "--quantize" not in said
     # Unquantised, nothing is advised that does not help.
     assert "--quantize" not in str(plan(replace(asked, target=find_shape("qwen3-30b-a3b", None))).refusal)

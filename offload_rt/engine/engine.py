@@ -27,6 +27,7 @@ from offload_rt.machine.memory import available_memory
 from offload_rt.machine.recommendations import without_kernel, without_triton
 from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.host_embedding import host_bytes
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import BatchRunner, PassThread
 from offload_rt.model.shape import ModelShape
@@ -311,12 +312,11 @@ class Engine:
 
     @cached_property
     def _shapes(self) -> tuple[ModelShape, ModelShape | None]:
-        target, draft = (
-            None if model is None else shape_of(model.module, ElementType.of(model.dtype), model.name)
-            for model in (self.target, self.draft)
-        )
-        assert target is not None
-        return target, draft
+        def shape(model: CausalModel) -> ModelShape:
+            found = shape_of(model.module, ElementType.of(model.dtype), model.name)
+            return replace(found, embedding_on_gpu=not host_bytes(model.module))
+
+        return shape(self.target), None if self.draft is None else shape(self.draft)
 
     def _fastest(self, prompt_tokens: int, new_tokens: int, sequences: int, shared_tokens: int) -> Plan:
         """Returns the fastest plan for such a sequence; a notice names the composition that was chosen."""
@@ -328,12 +328,13 @@ class Engine:
         copies = sum(one.remote_blocks.weight_bytes for one in (self.target, self.draft) if one is not None)
         others = [(link.device, 0 if at else there + copies) for at, link in enumerate(self._other_links)]
         hardware = usable_hardware(self.target.device, loaded - there, self.on_progress, others)
-        host, kv = hardware.host, self._free_bytes + shared_tokens * self.store.layout.stored_token_bytes
-        host = replace(host, memory_bytes=host.memory_bytes + kv, lockable_bytes=host.lockable_bytes + kv)
+        host, held = hardware.host, self._free_bytes + shared_tokens * self.store.layout.stored_token_bytes
+        held += sum(host_bytes(model.module) for model in (self.target, self.draft) if model is not None)
+        host = replace(host, memory_bytes=host.memory_bytes + held, lockable_bytes=host.lockable_bytes + held)
         hardware = replace(hardware, host=host)
         if sequences > 1:
-            held = loaded - there, *(size for _, size in others)
-            hardware = replace(hardware, gpus=tuple(map(shared, hardware.gpus, repeat(sequences), held)))
+            weights = loaded - there, *(size for _, size in others)
+            hardware = replace(hardware, gpus=tuple(map(shared, hardware.gpus, repeat(sequences), weights)))
         plans = ranked(self._request(config, prompt_tokens, new_tokens, hardware) for config in self.configs)
         chosen = plans[0].request.config.name
         if len(plans) > 1 and plans[0].fits and chosen != self._chosen:

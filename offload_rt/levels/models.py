@@ -260,7 +260,8 @@ class SmallModelLevel(WindowLevel):
     def memory(self, sizes: Sizes) -> Memory:
         shape = self.shape(sizes)
         cache = self._cache_here(sizes) + sum(local_memory(shape, SPECULATIVE_ENTRIES).values())
-        return {"draft_weights": shape.weight_bytes, "draft_cache": cache}
+        weights = shape.weight_bytes if sizes.in_place else shape.gpu_bytes
+        return {"draft_weights": weights, "draft_cache": cache}
 
 
 class StreamingLevel(WindowLevel):

@@ -31,6 +31,7 @@ from offload_rt.model.architecture import EMBEDDINGS, FINAL_NORMS
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.dtypes import choose_element
 from offload_rt.model.generation import load_generation_config
+from offload_rt.model.host_embedding import move_to_host
 from offload_rt.model.hub import DEMO, DEMO_PARTS, located
 from offload_rt.model.processor_template import processor_template
 from offload_rt.model.quantized_checkpoints import (
@@ -221,6 +222,7 @@ def load_model(
     if quantization is not None:
         cast_others(quantization, model, dtype)
     gib = stored_bytes(model) / GIB
+    move_to_host(model, device)
     try:
         placed: PreTrainedModel = place_mlps(model, device, *remote_mlps or (device, 0))
         move_scales(placed)

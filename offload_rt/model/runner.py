@@ -41,6 +41,7 @@ from offload_rt.model.attention_hook import (
     restore_model,
 )
 from offload_rt.model.dense_layers import computes_the_same, dense_head, dense_layer
+from offload_rt.model.host_embedding import host_bytes
 from offload_rt.model.layer_kinds import layer_kinds
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
@@ -122,7 +123,8 @@ class CausalModel:
 
     @property
     def weight_bytes(self) -> int:
-        return stored_bytes(self.module)
+        """Bytes of weights in the memory of its device."""
+        return stored_bytes(self.module) - host_bytes(self.module)
 
     @property
     def remote_mlps(self) -> list[RemoteMlp]:

@@ -38,6 +38,7 @@ class ModelShape:
     vocabulary: int
     parameters: int  # all weights
     tied: bool = False  # the output head shares the embedding's weights
+    embedding_on_gpu: bool = False  # with a GPU; otherwise it stays in host memory unless it is tied
     mlp_parameters: int = 0  # of the MLP of each layer; 0: three matrices, as in Llama
     max_positions: int = 131_072  # tokens of the longest sequence that its positions are valid for
     dtype: ElementType = ElementType.BFLOAT16  # of weights and KV
@@ -64,6 +65,18 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         return self._stored_bytes(self.parameters, self.quantized)
+
+    @property
+    def host_embedding_bytes(self) -> int:
+        """Bytes of the embedding of a model on a GPU that stay in host memory."""
+        if self.tied or self.embedding_on_gpu:
+            return 0
+        return self.embedding_parameters * self.dtype.itemsize
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of the weights of a model on a GPU."""
+        return self.weight_bytes - self.host_embedding_bytes
 
     @property
     def step_bytes(self) -> int:

@@ -16,12 +16,13 @@ from cpu_kv import KVSizes
 from cpu_kv.sizes import PROMPT_WRITES, READ_TOKENS, page_locked_bytes
 from offload_rt.caches.sizes import MOST_POINTS, PORTION_BYTES, GpuTier, stored_layout, tail_bytes
 from offload_rt.config import Config, SpeculationConfig
-from offload_rt.drafting.expectations import SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
+from offload_rt.drafting.expectations import DEMO_ACCEPTANCE, SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.levels.base import Level, Memory, kept_means, levels_of, local_memory
 from offload_rt.levels.models import RetrievedLevel
 from offload_rt.machine.hardware import GIB, Gpu, Hardware
+from offload_rt.model.hub import DEMO
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.shape import ModelShape, yarn_hint
 
@@ -48,7 +49,7 @@ class PlanRequest:
     context: int  # tokens of the prompt
     new_tokens: int  # to make room for after it
     hardware: Hardware
-    same_model_acceptance: float = SAME_MODEL_ACCEPTANCE  # of a token the target drafts over 1/32 of its KV
+    expected_acceptance: float | None = None  # of a token the target drafts over 1/32 of its KV; None: usual
     small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE  # of a token the small model drafts
     measured_acceptance: float | None = None  # of the last level's tokens, where it is known for this config
     given_remote_mlps: int | None = None  # `remote_mlps`, once that is decided
@@ -70,6 +71,13 @@ class PlanRequest:
                 " --gpus 2 for a plan), or leave it 0"
             )
 
+    @property
+    def same_model_acceptance(self) -> float:
+        """Chance that a token which the target drafts over 1/32 of its KV is accepted."""
+        if self.expected_acceptance is not None:
+            return self.expected_acceptance
+        return DEMO_ACCEPTANCE if self.target.name == DEMO else SAME_MODEL_ACCEPTANCE
+
     @cached_property
     def speculation(self) -> SpeculationConfig:
         """The config's, with the levels that can be had."""
@@ -79,6 +87,12 @@ class PlanRequest:
     def levels(self) -> list[Level]:
         """The levels that can be had, from the cheapest to the most expensive."""
         return levels_of(available(self.config, self.draft is not None))
+
+    @property
+    def used_models(self) -> list[ModelShape]:
+        """The target, and the small model where a level runs it."""
+        runs = any(level.needs_draft_model for level in self.levels)
+        return [self.target, self.draft] if runs and self.draft is not None else [self.target]
 
     @property
     def retrieves(self) -> bool:
@@ -403,6 +417,7 @@ def host_memory(request: PlanRequest) -> Memory:
     if request.in_place:
         memory |= _computing_memory(request)
     elif target.paged_layers:
+        memory["embeddings"] = sum(one.host_embedding_bytes for one in request.used_models)
         memory["page_locked_buffers"] = len(request.hardware.gpus) * _buffer_bytes(request)
     available = request.hardware.host.memory_bytes
     memory["reserve"] = max(HOST_RESERVE_BYTES, int(RESERVE_SHARE * available))
@@ -424,7 +439,8 @@ def _buffer_bytes(request: PlanRequest) -> int:
 def _computing_memory(request: PlanRequest) -> Memory:
     """Returns the bytes that the processor that computes holds."""
     target = request.target
-    memory = {"weights": target.weight_bytes - request.remote_mlps * target.mlp_bytes}
+    weights = target.weight_bytes if request.in_place else target.gpu_bytes
+    memory = {"weights": weights - request.remote_mlps * target.mlp_bytes}
     for level in request.levels:
         for name, size in level.memory(request).items():  # two levels may give a purpose the same name
             memory[name] = memory.get(name, 0) + size

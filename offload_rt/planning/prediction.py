@@ -41,6 +41,15 @@ weights are expanded first."""
 PACKED_ATTENTION = 1.2
 """Time of the CPU's attention over packed pages, as a multiple of that over others. Measured on two cores:
 1.1 to 1.35, most with few queries. Less is likely where more cores wait for memory."""
+UNPACKING_SHARE = 0.8
+"""Share of the memory rate at which a GPU unpacks pages. An estimate."""
+PACKING_SHARE = 0.15
+"""Share of the memory rate at which a GPU packs the pages of a prompt: 0.3 s for those of Llama-2-7B at 127K
+on an H200."""
+STREAMING_SHARE = 0.98
+"""Share of the link's rate that a stream reaches, which yields to small copies between its pieces."""
+VERDICT_MS = 4.0
+"""Time of a round beside pass and draft on a GPU: the verdict and the commit. An H200 took 2 to 7 ms."""
 PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}
 """Rate of causal attention over a prompt, as a share of that of matrix products."""
 
@@ -243,7 +252,7 @@ class Predictor:
         layer = dense.ms / target.layers
         if streamed:
             rate = sum(gpu.to_device_rate for gpu in gpus)
-            rate *= host.link_beside_attention if placement.cpu_tokens else 1.0
+            rate *= STREAMING_SHARE * (host.link_beside_attention if placement.cpu_tokens else 1.0)
             link = streamed / rate / 1e6 + layer
             segment = self.request.stored.layer_bytes(self.request.segment_tokens)
             filled = len(gpus) * segment * (self.config.store.ring_buffers - 1)
@@ -255,13 +264,14 @@ class Predictor:
             if tier.tokens:
                 attending = self._gpu_attention(gpu, target, tier.tokens, queries)
                 unpacked = tier.streamed_tokens + placement.packed * tier.resident_tokens
-                attending += self._unpacking(gpu, unpacked)
+                attending += self._unpacking(gpu, unpacked) + self._sampling(gpu, tier.tokens)
                 others = max(others, dense.ms + attending + exchanges)
         if moved := streamed + placement.cpu_attended_bytes * share:
             memory = host.read_ms(moved) + layer
         own = self._attention(target, placement.resident_tokens + placement.streamed_tokens, queries)
         unpacked = placement.streamed_tokens + placement.packed * placement.resident_tokens
         own += self._unpacking(gpus[0], unpacked)
+        own += self._sampling(gpus[0], placement.resident_tokens + placement.streamed_tokens)
         return PassTime(placement, drafted, dense, own, link, cpu, others, memory, ahead)
 
     def _segment_launches(self, placement: Placement) -> float:
@@ -294,7 +304,12 @@ class Predictor:
         """Returns the ms in which a GPU unpacks so many tokens: it reads packed ones, and writes others."""
         stored = self.request.stored
         size = tokens * self.target.token_bytes * (1 + stored.stored_share)
-        return gpu.read_ms(size) if stored.packed else 0.0
+        return gpu.read_ms(size) / UNPACKING_SHARE if stored.packed else 0.0
+
+    def _sampling(self, gpu: Gpu, tokens: int) -> float:
+        """Returns the ms in which a GPU reads the keys of so many tokens again, for their attention mass."""
+        sampled = self.request.retrieves and self.config.retrieval.select != "mean_keys"
+        return gpu.read_ms(tokens * self.target.token_bytes / 2) if sampled else 0.0
 
     def _gpu_attention(self, gpu: Gpu, shape: ModelShape, tokens: int, queries: int) -> float:
         flops = shape.paged_layers * shape.attention_flops * tokens * queries
@@ -319,6 +334,7 @@ class Predictor:
         """
         request, drafted = self.request, verification.drafted
         tokens = drafted.expected_tokens((request.acceptance, *LATER_CHOICES))
+        between = 0.0 if request.in_place else VERDICT_MS
         late = ms = verification.after(draft.ms) + draft.ms
         busy = self.busy_ms(verification)
         chances: tuple[float, ...] = ()
@@ -334,7 +350,8 @@ class Predictor:
             if sooner < ms:
                 chances, ms = guesses, sooner
         share, longer = self._refresh(verification.placement, tokens)
-        return RoundTime(verification, draft, ms + share * longer, tokens, chances, share, longer)
+        ms += between + share * longer
+        return RoundTime(verification, draft, ms, tokens, chances, share, longer)
 
     def _refresh(self, placement: Placement, tokens: float) -> tuple[float, float]:
         """Returns the share of rounds that refresh a cache, and by how many ms such a round is longer."""
@@ -395,5 +412,8 @@ class Predictor:
         gpu = self.request.hardware.gpus[0]
         sent = self.request.remote_mlps * tokens * target.hidden * target.dtype.itemsize
         computing += sent / gpu.to_host_rate / 1e6 + sent / gpu.to_device_rate / 1e6
+        if self.request.stored.packed:  # read twice, written once
+            moved = tokens * target.token_bytes * (2 + self.request.stored.stored_share)
+            computing += gpu.read_ms(moved) / PACKING_SHARE
         writing = tokens * target.token_bytes * self.request.stored.stored_share / gpu.to_host_rate / 1e6
         return max(computing, writing, launching)
