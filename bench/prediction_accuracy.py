@@ -218,7 +218,7 @@ def _hardware(record: Row) -> Hardware:
     computing = rates[-1].rate * intensity / 1e3
     others: Any = record.get("gpus", record.get("cards", 0))
     name = "a processor behind a paced link"
-    processor = Gpu(name, AMPLE_BYTES, rates[0].rate, computing, link, link, launch_ms=0.0)
+    processor = Gpu(name, AMPLE_BYTES, rates[0].rate, computing, link, link, launch_ms=0.0, verdict_ms=0.0)
     return Hardware(host, (processor,) * (1 + others), True)
 
 

@@ -24,6 +24,11 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     return _small_copies(tensors[0].device).to_host(tensors)
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenates tensors; a single one is returned as it is: its copy might wait for a copy engine."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 @cache
 def _small_copies(device: torch.device) -> SmallCopies:
     return SmallCopies(device)

@@ -346,7 +346,7 @@ def test_a_paced_machine_is_planned_with_what_was_measured_alone(measured: Path)
     assert predict(late)["round_ms"] - fast["round_ms"] == pytest.approx(4.0)
     record["link_rate_gb_s"] = 1e-6
     slow, token_bytes = predict(ahead), 2 * SMALLER.layers * SMALLER.kv_heads * SMALLER.head_dim * 4
-    assert slow["pass_ms"] == pytest.approx(144 * token_bytes, rel=0.02), "1 ms a byte"
+    assert slow["pass_ms"] == pytest.approx(144 * token_bytes / 0.98, rel=0.02), "1 ms a byte"
     assert prediction_accuracy.predict(record, [], ahead) is None, "nothing was measured in place"
     record["hardware"] = json.loads(json.dumps(dataclasses.asdict(named_hardware("rtx4090"))))
     del record["processor"]

@@ -371,8 +371,10 @@ class PlainRetrieval:
         refresh: RefreshSchedule,
         decay: float | None,
         room: int,
+        over_link: bool,
     ) -> None:
         self.full, self.refresh = full, refresh
+        self.over_link = over_link
         self.decay, self.room = decay, room
         self.attended: Tensor | None = None  # [layers, kv_heads, chunks]
         self.next_covered: int | None = None
@@ -445,7 +447,8 @@ class PlainRetrieval:
         count = (self.budget - len(self.always)) // self.chunk
         scores = self.scores(queries, start).clone()
         scores[:, :, 1:] += scores[:, :, :-1].clone() / 2
-        prefer(scores, self.slots, count)
+        if self.over_link:
+            prefer(scores, self.slots, count)
         best = scores[:, :, 1:].argsort(dim=-1, descending=True, stable=True)[:, :, :count] + 1
         self.pages = min(self.room, start // LAYOUT.page_size)
         self.rest = self.pages * LAYOUT.page_size - self.chunk * (1 + count)
@@ -566,7 +569,7 @@ def test_the_full_cache_and_those_derived_from_it(
         retrieved = retrieved_cache(cache, sizes, policy, decay, room)
         streaming = streaming_cache(sinks, recent, cache)
         shared = SmallSharedCache(cache)
-        retrieval = PlainRetrieval(full, sizes, retrieved.refresh, decay, room)
+        retrieval = PlainRetrieval(full, sizes, retrieved.refresh, decay, room, link != "cpu")
         window = PlainStreaming(sinks, recent)
         queries = read_prompt(cache, full, source.tokens(prompt))
         cache.derived += [retrieved, streaming, shared]

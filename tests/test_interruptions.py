@@ -178,11 +178,11 @@ def test_a_sequence_given_up_while_chunks_are_chosen(
     """The thread that chooses for the next layer is waited for; `no_thread_is_left` looks for it."""
     choosing, layers = threading.Event(), itertools.count()
 
-    def slow(scores: Tensor, wanted: int) -> Tensor:
+    def slow(*given: Any) -> Tensor:
         if threading.current_thread().name.startswith("offload_rt-choosing") and next(layers) % 2:
             choosing.set()
             time.sleep(0.3)
-        return choose_chunks(scores, wanted)
+        return choose_chunks(*given)
 
     monkeypatch.setattr("offload_rt.caches.retrieved.choose_chunks", slow)
     overrides = engine_overrides(ahead=2)

@@ -35,9 +35,9 @@ def predicted(**changes: Any) -> Prediction:
 @pytest.mark.parametrize(
     ("model", "draft", "config", "machine", "ms", "plain_ms", "gamma", "tokens"),
     [
-        ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 98.34, 909.6, 39, (14080, 33280, 79640)),
-        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 34.20, 150.0, 15, (59904, 12544, 54552)),
-        ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 65.61, 93.82, 64, (12800, 0, 17036)),
+        ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 98.56, 909.6, 39, (13824, 33280, 79896)),
+        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 34.42, 150.0, 15, (58112, 13056, 55832)),
+        ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 66.21, 93.82, 64, (13312, 0, 17804)),
         ("demo", "demo-draft", "triforce", ("none", 1), 6.11, 22.6, 7, (0, 127_000, 0)),
     ],
 )
@@ -392,17 +392,17 @@ FLOAT32 = replace(LLAMA, dtype=ElementType.FLOAT32)
 @pytest.mark.parametrize(
     ("changes", "why", "change", "longest"),
     [
-        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "--quantize nf4", 48128),
+        ({"hardware": gpu(memory_bytes=15 * GIB)}, "GPU 0 (gpu) has 15.0", "--quantize nf4", 46080),
         ({"hardware": host(memory_bytes=40 * GIB)}, "host memory has 40.0", "", 78336),
         ({"hardware": host(lockable_bytes=GIB)}, "ulimit -l", "", 1792),
-        ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", "", 90112),
+        ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", "", 89856),
         ({"target": THIRTEEN, "hardware": ROOMY}, "weights 23.9", "--quantize nf4", 0),
         ({"target": FLOAT32, "hardware": ROOMY}, "weights 24.6", "--dtype bfloat16", 0),
-        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=13248", 122112),
+        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=13120", 119808),
         (
             {"overrides": {"offload.resident_tokens": 65_536}},
             "32.0",
-            "--set offload.resident_tokens=15360",
+            "--set offload.resident_tokens=15104",
             20224,
         ),
         ({"hardware": gpu(memory_bytes=GIB // 4)}, "take a smaller model", "", 0),
@@ -504,6 +504,11 @@ def test_named_machines() -> None:
     assert (card.to_device_rate, hardware.host.memory_rate, hardware.host.memory_bytes) == (25, 70, 92 * GIB)
     rates = [attention_rate(hardware.host.attention, queries) for queries in (1, 8, 16, 32)]
     assert rates == pytest.approx([49, 49, 30.1, 15.05])
+    zen = named_hardware("rtx4090", cpu="zen4").host
+    rates = [attention_rate(zen.attention, queries) for queries in (1, 16, 32)]
+    assert rates == pytest.approx([49, 49, 24.5]), "memory is the limit up to 16 queries"
+    with pytest.raises(UsageError, match="--cpu z80: is not known; use one of avx2, zen4"):
+        named_hardware("rtx4090", cpu="z80")
     other = named_hardware("h100", 2, vram=60)
     assert [one.memory_bytes for one in other.gpus] == [60 * GIB] * 2
     machines = [named_hardware(name, 2) for name in KNOWN_GPUS]

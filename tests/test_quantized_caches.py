@@ -39,7 +39,7 @@ from offload_rt.attention.sizes import GROUP, QuantizedSize
 from offload_rt.caches import retrieved
 from offload_rt.caches import sizes as sizes_of_caches
 
-SPARE = {8: 0.125, 4: 0.0}  # room of shared ranges, as a share of them on both sides
+SPARE = {8: 1 / 16, 4: 0.0}  # room of shared ranges, as a share of them on both sides
 ROOM = 12  # verified tokens between two refreshes
 
 
@@ -137,7 +137,8 @@ class PlainQuantized(PlainRetrieval):
             return
         scores = self.scores(queries, start).clone()
         scores[:, :, 1:] += scores[:, :, :-1].clone() / 2
-        prefer(scores, before, count // self.chunk)
+        if self.over_link:
+            prefer(scores, before, count // self.chunk)
         best = (
             scores[:, :, 1:].argsort(dim=-1, descending=True, stable=True)[:, :, : count // self.chunk - 1]
             + 1
@@ -181,7 +182,8 @@ class PlainQuantized(PlainRetrieval):
 
 
 @pytest.mark.parametrize("policy", ["stride:9", "stride:1000"])
-@settings(EXAMPLES, max_examples=15)
+@pytest.mark.parametrize("link", ["cpu", "paced"])
+@settings(EXAMPLES, max_examples=10)
 @given(
     operations=st.lists(OPERATIONS, min_size=6, max_size=14),
     prompt=st.sampled_from([0, 11, 70, 150]),
@@ -192,6 +194,7 @@ class PlainQuantized(PlainRetrieval):
 )
 def test_a_retrieved_cache_of_quantised_entries(
     policy: str,
+    link: str,
     operations: list[tuple[str, object, int | None]],
     prompt: int,
     sizes: tuple[int, int, int],
@@ -202,12 +205,12 @@ def test_a_retrieved_cache_of_quantised_entries(
     """Verified tokens enter, speculation is rolled back, and refreshes choose anew, in any order."""
     decay, means = chosen_by
     full, source, forest = PlainFull(), Source(seed), AnyForest[Token]()
-    with pytest.MonkeyPatch.context() as patch, full_cache(make_link("cpu"), 2, sizes[1]) as cache:
+    with pytest.MonkeyPatch.context() as patch, full_cache(make_link(link), 2, sizes[1]) as cache:
         for module in (retrieved, sizes_of_caches):
             patch.setattr(module, "VERIFIED_ROOM", ROOM)
         cache.scale = 0.5
         found = retrieved_cache(cache, sizes, policy, decay, means, bits)
-        plain = PlainQuantized(full, sizes, found.refresh, decay, means)
+        plain = PlainQuantized(full, sizes, found.refresh, decay, means, link != "cpu")
         plain.bits, plain.window = bits, found.room - ROOM
         queries = read_prompt(cache, full, source.tokens(prompt))
         cache.derived.append(found)

@@ -24,7 +24,7 @@ SLACK = 2.0**-8
 """Share by which a range is widened, so that it holds all values when its ends are rounded to bfloat16."""
 
 
-SPARE_RANGE = 0.125
+SPARE_RANGE = 1 / 16
 """Share of a range by which shared ranges are wider on both sides, for keys that come later. What is still
 farther away gets the nearest code."""
 SHARED_RANGES_BITS = 8

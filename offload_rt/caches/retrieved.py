@@ -19,7 +19,13 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, HeldChunks, KVBuffer
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import ChosenChunks, EntryLayout, RetrievalRefresh
-from offload_rt.caches.selection import AttentionScores, Selection, choose_chunks, choose_of_layers
+from offload_rt.caches.selection import (
+    PREFERENCE,
+    AttentionScores,
+    Selection,
+    choose_chunks,
+    choose_of_layers,
+)
 from offload_rt.caches.sizes import VERIFIED_ROOM, RetrievedSize
 from offload_rt.config import RefreshPolicy
 from offload_rt.errors import first_line
@@ -224,10 +230,11 @@ class RetrievedCache(BoundedCache):
             on_host, here = PendingRead(on_device), on_device.device == device
             return lambda layer: ChosenChunks(on_host.wait()[layer], on_device[layer] if here else None)
         scores = selection.scores(queries, self._source.scale)
+        preference = 1.0 if self._source.engine.link.in_place else PREFERENCE
 
         @torch.inference_mode()  # which is set per thread
         def choose(layer: int) -> ChosenChunks:
-            return ChosenChunks.of(choose_chunks(scores(layer)[:, :end], held[layer]), device)
+            return ChosenChunks.of(choose_chunks(scores(layer)[:, :end], held[layer], preference), device)
 
         return choose
 

@@ -22,7 +22,7 @@ from offload_rt.config import AUTO, NO_DRAFT
 from offload_rt.drafting.expectations import DEMO_ACCEPTANCE, SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.errors import UsageError
 from offload_rt.files import write_json
-from offload_rt.machine.hardware import NO_GPU, Hardware, named_hardware
+from offload_rt.machine.hardware import NO_GPU, PROCESSORS, Hardware, named_hardware
 from offload_rt.settings import SettingDefault
 from offload_rt.toml import load_configs
 
@@ -34,7 +34,7 @@ FIGURES = {
     "--link": ("GB/s", "rate of each GPU's link, each way (default: 25, or 12.5 for a card of 8 lanes)"),
     "--dram": ("GB/s", "rate of host memory (default: 70)"),
     "--ram": ("GiB", "size of host memory (default: 96)"),
-    "--cpu-attention": ("GB/s", "rate at which the CPU attends to KV (default: 0.7 of the memory's)"),
+    "--cpu-attention": ("GB/s", "rate at which the CPU attends to KV (default: by --cpu and --dram)"),
     "--vram": ("GiB", "memory of each GPU to use (default: all but 0.7 GiB, for the driver)"),
 }
 """Figures of a machine, by flag: units and meanings."""
@@ -88,6 +88,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--gpus", type=int, metavar="N", help="number of GPUs: the first computes, all hold KV (default: 1)")
     for flag, (unit, help) in FIGURES.items():
         add(flag, type=float, metavar=unit, help=help)
+    kinds = f"instructions of the processor: {', '.join(PROCESSORS)} (default: avx2)"
+    add("--cpu", metavar="NAME", help=kinds)
     verbose = "also print the placement, the times of a round, and what the plan assumes"
     plan.add_argument("--verbose", action="store_true", help=verbose)
     add_json(plan.add_argument, "the plan, its inputs and the alternatives to it")
@@ -218,7 +220,7 @@ def _draft(
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:
     """Returns the machine that the flags describe, or this one."""
-    names = [flag.removeprefix("--").replace("-", "_") for flag in ("--gpus", *FIGURES)]
+    names = [flag.removeprefix("--").replace("-", "_") for flag in ("--gpus", "--cpu", *FIGURES)]
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.gpu == NO_GPU and (of_gpus := sorted({"gpus", "link", "vram"} & given.keys())):
         raise UsageError(f"--{of_gpus[0]} describes a GPU, and --gpu {NO_GPU} has none: leave it out")

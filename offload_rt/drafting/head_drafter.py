@@ -19,7 +19,7 @@ from offload_rt.drafting.base import DraftAhead, Drafter, HiddenState, Outcome, 
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.host import to_device
+from offload_rt.host import joined, to_device
 from offload_rt.model.draft_head import DEMO_HEAD, Head, load_head
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
@@ -79,7 +79,7 @@ class HeadModel:
     def forward(self, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
         """Runs new tokens of several sequences, one generation of the trees after another."""
         caches = [cast(HeadStates, part.cache) for part in parts]
-        embedded = self.target.embed(torch.cat([part.ids(self.device) for part in parts]))[0]
+        embedded = self.target.embed(joined([part.ids(self.device) for part in parts]))[0]
         held = sum(len(cache.states) for cache in caches)
         rows = torch.cat([*(cache.states for cache in caches), embedded.new_empty(embedded.shape)])
         for tokens, above in _generations(parts, held):
@@ -90,7 +90,7 @@ class HeadModel:
             cache.begin(part.new)
             cache.pending = own
         wanted = [own[-part.rows :] for part, own in zip(parts, states, strict=True)]
-        logits = self.target.logits(torch.cat(wanted)[None]).split([part.rows for part in parts])
+        logits = self.target.logits(joined(wanted)[None]).split([part.rows for part in parts])
         return [
             PassOutput(row, own if part.hidden else None)
             for part, row, own in zip(parts, logits, wanted, strict=True)

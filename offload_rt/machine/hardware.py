@@ -15,16 +15,26 @@ SYSTEM_BYTES = 4 * GIB  # of the RAM, left to the system and other programs
 MEMORY_SHARE = 0.9
 COMPUTE_SHARE = 0.8
 
-# Share of the memory rate that CPU attention reaches by queries a key head, on a desktop processor without
-# bfloat16 products (AVX2): measured per core and scaled to five cores of a desktop. Arithmetic binds it from
-# 16 queries on, where its rate falls as 1/queries.
-ATTENTION_SHARES = ((1, 0.7), (8, 0.7), (16, 0.43))
+AVX2_SHARES = ((1, 0.7), (8, 0.7), (16, 0.43))
+BFLOAT16_SHARES = ((1, 0.7), (8, 0.7), (16, 0.7))
+PROCESSORS = {
+    "avx2": AVX2_SHARES,
+    "zen4": BFLOAT16_SHARES,
+    "zen5": BFLOAT16_SHARES,
+    "alderlake": AVX2_SHARES,
+    "raptorlake": AVX2_SHARES,
+}
+"""Share of the memory rate that CPU attention reaches by queries a key head, by processor: measured per core
+with AVX2 and with AVX512-BF16 instructions, and scaled to five cores of a desktop. Behind the last number of
+queries arithmetic binds it, and the rate falls as 1/queries."""
 ATTENTION_QUERIES = 16
 
 CONTEXT_BYTES = 700 * 2**20
 """GPU memory that a program cannot have: the driver's context, kernels, and a desktop without windows. An RTX
 4090 is left with 23.3 GiB."""
 LAUNCH_MS = 0.3
+VERDICT_MS = 4.0
+"""Time of a round beside pass and draft on a GPU: the verdict and the commit. An H200 took 2 to 7 ms."""
 SLOT_RATE = 25.0  # GB/s of page-locked copies over 16 lanes of PCIe 4.0
 NO_GPU = "none"
 MOST_GPUS = 64
@@ -115,6 +125,7 @@ class Gpu:
     launch_ms: float  # to launch one decoder layer's operations over a few tokens one by one
     products: tuple[ProductRate, ...] = ()  # with quantised weights; none where they were not measured
     triton: bool = True  # the Triton kernels run on it
+    verdict_ms: float = VERDICT_MS  # of a round, beside pass and draft
 
     def read_ms(self, size: float) -> float:
         """Returns the time to read `size` bytes of its memory."""
@@ -184,6 +195,7 @@ def named_hardware(
     link: float | None = None,
     dram: float = 70.0,
     ram: float = 96.0,
+    cpu: str = "avx2",
     cpu_attention: float | None = None,
     vram: float | None = None,
 ) -> Hardware:
@@ -195,8 +207,8 @@ def named_hardware(
             few as the card's lanes allow.
         dram: GB/s at which the CPU reads its memory.
         ram: GiB of host memory.
-        cpu_attention: GB/s of KV that the CPU attends at up to 16 queries a key head; None: 0.7 of `dram` at
-            up to 8, 0.43 at 16.
+        cpu: a name from `PROCESSORS`.
+        cpu_attention: GB/s of KV that the CPU attends at up to 16 queries a key head; None: as `cpu` says.
         vram: usable GiB of each GPU; None: all of its memory but for the driver's context.
 
     Raises:
@@ -210,7 +222,9 @@ def named_hardware(
         raise UsageError(f"--gpus {gpus}: must be at most {MOST_GPUS}")
     if gpus < 1:
         raise UsageError(f"--gpus {gpus}: must be at least 1; for a machine without a GPU use --gpu {NO_GPU}")
-    shares: tuple[tuple[int, float], ...] = ATTENTION_SHARES
+    if cpu not in PROCESSORS:
+        raise UsageError(f"--cpu {cpu}: is not known; use one of {', '.join(PROCESSORS)}")
+    shares: tuple[tuple[int, float], ...] = PROCESSORS[cpu]
     if cpu_attention is not None:
         shares = ((1, cpu_attention / dram), (ATTENTION_QUERIES, cpu_attention / dram))
     attention = tuple(AttentionRate(queries, dram * min(1.0, share)) for queries, share in shares)

@@ -11,7 +11,7 @@ from torch import Tensor
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.local import Mixer
-from offload_rt.host import to_device
+from offload_rt.host import joined, to_device
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class PassInput:
 
     def ids(self, device: torch.device) -> Tensor:
         """Returns the ids of the new tokens on the device, `[count]`."""
-        known = to_device(self.new.known, device)
-        return known if self.new.drawn is None else torch.cat([known, self.new.drawn.on(device)])
+        known, drawn = self.new.known, self.new.drawn
+        parts = [to_device(known, device)] if known or drawn is None else []
+        return joined(parts if drawn is None else [*parts, drawn.on(device)])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.local_history import LocalLayers
 from offload_rt.caches.split import SplitCache
 from offload_rt.errors import UsageError
-from offload_rt.host import to_device
+from offload_rt.host import joined, to_device
 from offload_rt.model.architecture import (
     CACHE_ARGUMENT,
     Rotary,
@@ -316,7 +316,7 @@ class CausalModel:
             alone.begin(inputs[0].new)
         else:
             batch.begin()
-        ids = torch.cat([one.ids(self.device) for one in inputs])
+        ids = joined([one.ids(self.device) for one in inputs])
         positions = to_device([at for one in inputs for at in one.positions], self.device)
         rows: list[int] = []
         start = 0

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 PADDING = 0.01  # share of a vocabulary by which two paddings of it may differ
 GPU_RESERVE_BYTES = 2**29  # at least: graphs, fragments, libraries' workspaces
 HOST_RESERVE_BYTES = GIB
+VERDICT_BYTES = 40
+"""Bytes for each logit that a verdict needs at its peak, counted on a CPU: sorting for top-p takes most."""
 RESERVE_SHARE = 0.03
 
 
@@ -449,9 +451,13 @@ def _computing_memory(request: PlanRequest) -> Memory:
     memory["prefill"] = request.context * target.hidden * target.dtype.itemsize + _chunk_memory(request)
     if not request.in_place and target.paged_layers:
         memory["prefill"] += request.context * target.layer_token_bytes
-    # Logits of a pass, and their float32 probabilities before and after sorting.
-    logits = (request.longest_draft + 1) * target.vocabulary
-    return memory | {"logits": logits * (target.dtype.itemsize + 8)}
+    return memory | {"logits": verdict_bytes(request.longest_draft + 1, target)}
+
+
+def verdict_bytes(rows: int, target: ModelShape) -> int:
+    """Returns the bytes of the logits of a pass, and of what a verdict makes of them and of the draft's
+    probabilities."""
+    return rows * target.vocabulary * (target.dtype.itemsize + VERDICT_BYTES)
 
 
 def largest(memory: Memory, digits: int, most: int | None = None) -> str:

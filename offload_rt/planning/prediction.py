@@ -48,8 +48,6 @@ PACKING_SHARE = 0.15
 on an H200."""
 STREAMING_SHARE = 0.98
 """Share of the link's rate that a stream reaches, which yields to small copies between its pieces."""
-VERDICT_MS = 4.0
-"""Time of a round beside pass and draft on a GPU: the verdict and the commit. An H200 took 2 to 7 ms."""
 PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}
 """Rate of causal attention over a prompt, as a share of that of matrix products."""
 
@@ -334,7 +332,7 @@ class Predictor:
         """
         request, drafted = self.request, verification.drafted
         tokens = drafted.expected_tokens((request.acceptance, *LATER_CHOICES))
-        between = 0.0 if request.in_place else VERDICT_MS
+        between = self.processor.verdict_ms if isinstance(self.processor, Gpu) else 0.0
         late = ms = verification.after(draft.ms) + draft.ms
         busy = self.busy_ms(verification)
         chances: tuple[float, ...] = ()

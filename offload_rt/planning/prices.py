@@ -86,5 +86,6 @@ def behind_a_link(rate: float | None, others: int = 0) -> Hardware:
         to_device_rate=link,
         to_host_rate=link,
         launch_ms=host.launch_ms,
+        verdict_ms=0.0,
     )
     return Hardware(host, (processor,) * (1 + others), measured=False)
