@@ -34,7 +34,7 @@ FIGURES = {
     "--link": ("GB/s", "rate of each GPU's link, each way (default: 25, or 12.5 for a card of 8 lanes)"),
     "--dram": ("GB/s", "rate of host memory (default: 70)"),
     "--ram": ("GiB", "size of host memory (default: 96)"),
-    "--cpu-attention": ("GB/s", "rate at which the CPU attends to KV (default: by the processor and its memory's rate)"),
+    "--cpu-attention": ("GB/s", "rate at which the CPU attends to KV (default: by processor and memory)"),
     "--vram": ("GiB", "memory of each GPU to use (default: all but 0.7 GiB, for the driver)"),
 }
 """Figures of a machine, by flag: units and meanings."""
