@@ -37,7 +37,7 @@ from bench.rounds import Recorded
 from bench.systems import ours
 from cpu_kv import PacedLink
 from cpu_kv.link import CopyRecord
-from offload_rt.attention import operators
+from offload_rt.attention import backends, operators
 from offload_rt.attention.backends import TorchCudaBackend
 from offload_rt.caches.remote import GpuAttention
 from offload_rt.machine import inspection
@@ -192,6 +192,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("offload_rt.engine.engine.usable_hardware", usable)
     monkeypatch.setattr(machine, "read_rate", lambda home: 10.0)
     monkeypatch.setattr(gpu_checks.triton_operators, "check", lambda *given: None)
+    # Engines know that the emulation runs no kernels, whichever test asked first.
+    monkeypatch.setattr(backends, "_CHECKED", {None: "no kernels"})
     monkeypatch.setattr(gpu_kernel_checks, "SLOWEST_PIECES", 0.0)
     monkeypatch.setattr(gpu_kernel_checks, "use_triton", lambda: None)
     for name in ("combine", "combine_with_mass_", "attend_quantized"):
