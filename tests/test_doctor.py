@@ -16,7 +16,7 @@ from machine_cases import tiny as tiny  # a fixture
 
 from offload_rt import cli
 from offload_rt.errors import UsageError
-from offload_rt.machine import inspection
+from offload_rt.machine import inspection, measuring
 from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inspection import Report, inspect
 from offload_rt.machine.memory import CACHE_FOLDER
@@ -94,7 +94,7 @@ def test_inference_mode_of_the_caller_is_left_while_it_is_measured(
         modes.append(torch.is_inference_mode_enabled())
         return HEALTHY.hardware.host
 
-    monkeypatch.setattr(inspection.measuring, "measure_host", measured)
+    monkeypatch.setattr(measuring, "measure_host", measured)
     with torch.inference_mode():
         inspect()
     assert modes == [False]
@@ -161,7 +161,7 @@ def test_a_machine_without_a_gpu_is_measured(become: Become, tiny: None) -> None
 def test_a_gpu_that_fails_is_named(
     become: Become, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(inspection.measuring, "PinnedCopies", Mock(side_effect=error("it failed\nmore")))
+    monkeypatch.setattr(measuring, "PinnedCopies", Mock(side_effect=error("it failed\nmore")))
     with pytest.raises(UsageError, match=r"^GPU 0 \(NVIDIA .* 4090, 23.0 GiB free\) .*: it failed; end"):
         inspect()
     assert not list(tmp_path.glob("*.json"))
@@ -174,7 +174,7 @@ def test_copies_serve_the_processors_measurement_and_are_closed(
     made.measure_gpu.return_value = HEALTHY.hardware.gpus[0], HEALTHY.links[0]
     made.measure_host.return_value = HEALTHY.hardware.host
     for name in ("PinnedCopies", "measure_gpu", "measure_host"):
-        monkeypatch.setattr(inspection.measuring, name, getattr(made, name))
+        monkeypatch.setattr(measuring, name, getattr(made, name))
     told = Mock()
     assert inspect(on_progress=told).hardware == HEALTHY.hardware
     told.assert_called_once_with("measure GPU 0", 0, 1)

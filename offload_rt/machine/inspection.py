@@ -15,7 +15,7 @@ import torch
 
 from offload_rt.errors import UsageError, first_line
 from offload_rt.files import locked, write_whole
-from offload_rt.machine import inventory, measuring
+from offload_rt.machine import inventory
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.hardware import GIB, NO_GPU, SYSTEM_BYTES, Gpu, Hardware, Host, named_hardware
 from offload_rt.machine.inventory import GpuFacts, HostFacts, Link
@@ -125,6 +125,8 @@ def _measure(
     host: HostFacts, gpus: tuple[GpuFacts, ...], on_progress: OnProgress
 ) -> tuple[Hardware, tuple[Link, ...]]:
     """Measures all rates; memory sizes stay 0."""
+    from offload_rt.machine import measuring  # with transformers: two seconds, where rates are not known yet
+
     measured: list[tuple[Gpu, Link]] = []
     processor: Host | None = None
     for number, facts in enumerate(gpus):
