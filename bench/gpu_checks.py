@@ -149,9 +149,8 @@ def attention(given: Given) -> Iterator[Row]:
     device, page, backend = given.device, StoreConfig.page, choose_backend(given.device)
     yield {"backend": backend.name}
     try:
-        triton_operators.check(
-            KVLayout(1, KV_HEADS, HEAD_DIM, torch.bfloat16, page), HEADS // KV_HEADS, str(device)
-        )
+        layout = KVLayout(1, KV_HEADS, HEAD_DIM, torch.bfloat16, page)
+        triton_operators.check(backend.parts, layout, HEADS // KV_HEADS, str(device))
         yield {"triton": "as the plain form"}
     except Exception as error:  # Triton raises errors of many kinds
         yield {"failed": f"Triton kernels: {type(error).__name__}: {first_line(error)}"}

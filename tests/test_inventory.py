@@ -111,19 +111,13 @@ def test_a_containers_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         assert memory.total_memory() == memory.psutil.virtual_memory().total
 
 
-@pytest.mark.parametrize(
-    ("limit", "binds", "lockable"),
-    [(None, True, 90 * GIB), (GIB, False, 90 * GIB), (GIB, True, GIB), (400 * GIB, True, 90 * GIB)],
-)
-def test_a_limit_counts_where_the_driver_is_held_to_it(
-    monkeypatch: pytest.MonkeyPatch, limit: int | None, binds: bool, lockable: int
-) -> None:
-    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+def use_slabs(monkeypatch: pytest.MonkeyPatch, refused: Callable[[int], bool]) -> Mock:
+    """Replaces the allocator of page-locked memory by one that tells of refusals, and CUDA is there."""
     slabs = Mock()
 
     def allocator(pin: bool, on_warning: Callable[[str], None]) -> Mock:
         def allocate(shape: tuple[int], dtype: torch.dtype) -> Mock:
-            if binds and 0 <= resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < shape[0]:
+            if refused(shape[0]):
                 on_warning("refused")
             return Mock()
 
@@ -132,6 +126,20 @@ def test_a_limit_counts_where_the_driver_is_held_to_it(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(inventory, "SlabAllocator", allocator)
+    return slabs
+
+
+@pytest.mark.parametrize(
+    ("limit", "binds", "lockable"),
+    [(None, True, 90 * GIB), (GIB, False, 90 * GIB), (GIB, True, GIB), (400 * GIB, True, 90 * GIB)],
+)
+def test_a_limit_counts_where_the_driver_is_held_to_it(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, binds: bool, lockable: int
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    slabs = use_slabs(
+        monkeypatch, lambda size: binds and 0 <= resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] < size
+    )
     assert inventory.lockable_memory(replace(HEALTHY.host, lock_limit_bytes=limit)) == lockable
     assert resource.getrlimit(resource.RLIMIT_MEMLOCK) == before
     assert slabs.close.call_count == (limit is not None)
@@ -144,20 +152,13 @@ def test_under_wsl_memory_is_locked_on_trial(
     monkeypatch: pytest.MonkeyPatch, wall: int, lockable: int
 ) -> None:
     """A little more than four steps can be locked, or all; no trial locks more than 4 GiB."""
-    slabs, asked = Mock(bytes_pinned=0), list[int]()
+    asked = list[int]()
 
-    def allocator(pin: bool, on_warning: Callable[[str], None]) -> Mock:
-        def allocate(shape: tuple[int], dtype: torch.dtype) -> Mock:
-            asked.append(shape[0])
-            slabs.bytes_pinned = min(wall, sum(asked))
-            if sum(asked) > wall:
-                on_warning("refused")
-            return Mock()
+    def refused(size: int) -> bool:
+        asked.append(size)
+        slabs.bytes_pinned = min(wall, sum(asked))
+        return sum(asked) > wall
 
-        slabs.allocate = allocate
-        return slabs
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(inventory, "SlabAllocator", allocator)
+    slabs = use_slabs(monkeypatch, refused)
     assert inventory.lockable_memory(replace(HEALTHY.host, wsl=True)) == lockable
     assert set(asked) == {2**28} and sum(asked) <= 4 * GIB and slabs.close.called

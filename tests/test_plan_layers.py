@@ -193,7 +193,8 @@ def test_memory_of_sliding_windows() -> None:
 
 def test_fewer_points_are_kept_where_the_host_has_room_for_fewer() -> None:
     for points, kept in ((20, 8), (3, 3), (0, 1)):
-        memory = GIB + points * MISTRAL.window_bytes()  # the reserve, and nothing is paged
+        # The reserve and the embedding; nothing is paged.
+        memory = GIB + MISTRAL.host_embedding_bytes + points * MISTRAL.window_bytes()
         hardware = Hardware(replace(HOST, memory_bytes=memory), DESKTOP.gpus, measured=True)
         found = host_memory(asked(MISTRAL, hardware=hardware))
         assert found["rewind_points"] == kept * MISTRAL.window_bytes()

@@ -169,7 +169,7 @@ def runs() -> dict[str, Run]:
             patch.setattr(triton_pages, name, both)
         try:
             launches.variants = found["check"] = {}
-            triton_operators.check(device="cpu")
+            triton_operators.check(backends.TorchCpuBackend().parts, device="cpu")
             for name, shape in SHAPES.items():
                 launches.variants = found[name] = {}
                 generate(shape)

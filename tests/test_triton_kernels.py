@@ -27,6 +27,7 @@ from offload_rt.attention.quantized import QuantizedKV  # noqa: E402
 from offload_rt.attention.sizes import GROUP  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
+ATTEND = (backends.TorchCudaBackend() if ON_GPU else backends.TorchCpuBackend()).parts
 INF = float("inf")
 WIDE = settings(derandomize=True, deadline=None, max_examples=25)
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16  # of which the interpreter has no products
@@ -305,28 +306,28 @@ def test_the_check_that_comes_before_their_use_finds_a_kernel_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for layout in (triton_operators.SMALL, KVLayout(1, 1, 80, DTYPE, page_size=32)):
-        triton_operators.check(layout, 3, DEVICE)
+        triton_operators.check(ATTEND, layout, 3, DEVICE)
     right, decode = triton_operators.combine, triton_pages.decode
     with (
         monkeypatch.context() as patch,
         pytest.raises(RuntimeError, match="packs or unpacks pages otherwise"),
     ):
         patch.setattr(triton_pages, "decode", lambda shape, rows, out: decode(shape, rows, out) or out.neg_())
-        triton_operators.check(device=DEVICE)
+        triton_operators.check(ATTEND, device=DEVICE)
     for wrong in (
         lambda *arguments: tuple(1.1 * one for one in right(*arguments)),
         lambda *arguments: tuple(one.nan_to_num(0) * 0 for one in right(*arguments)),
     ):
         monkeypatch.setattr(triton_operators, "combine", wrong)
         with pytest.raises(RuntimeError, match="a kernel differs from its plain form by"):
-            triton_operators.check(device=DEVICE)
+            triton_operators.check(ATTEND, device=DEVICE)
 
 
 def test_kernels_that_fail_for_one_model_serve_none(monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = (KVLayout(1, 2, dim, torch.bfloat16) for dim in (64, 128))
     checked: list[tuple[Any, ...]] = []
 
-    def check(*shape: Any) -> None:
+    def check(attend: Any, *shape: Any) -> None:
         checked.append(shape)
         if wrong in shape:
             raise RuntimeError("a kernel differs")

@@ -390,7 +390,7 @@ def _check_triton(shape: tuple[KVLayout, int] | tuple[()]) -> str | None:
     try:
         from offload_rt.attention import triton_operators
 
-        triton_operators.check(*shape)
+        triton_operators.check(TorchCudaBackend().parts, *shape)
     except Exception as error:  # Triton raises errors of many kinds, and some of the C compiler's
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     _register_triton()

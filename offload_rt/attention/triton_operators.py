@@ -7,6 +7,7 @@ module raises ImportError where Triton is not installed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -149,10 +150,7 @@ def attend_quantized(
     """See `operators.attend_quantized`."""
     layer = QuantizedLayer(key_codes, key_ranges, value_codes, value_ranges)
     heads, rows, dim = queries.shape
-    within = (queries, key_codes, value_codes, key_ranges, value_ranges)
-    packed = key_codes.stride() == value_codes.stride() and key_ranges[0].is_contiguous()
-    packed &= value_ranges[0].is_contiguous() and all(one.stride(-1) == 1 for one in within)
-    if not packed or dim % 2 or queries.dtype == torch.float64:
+    if not (_takes(layer, queries) and key_codes.stride() == value_codes.stride()):
         return operators.attend_quantized(queries, *layer, count, scale)
     tokens = key_codes.shape[1]
     half = max(MIN_ROWS, triton.next_power_of_2(dim // 2))
@@ -197,9 +195,7 @@ def quantize_(
     """See `operators.quantize_`."""
     into = QuantizedLayer(key_codes, key_ranges, value_codes, value_ranges)
     heads, tokens, dim = keys.shape
-    fits = key_ranges[0].is_contiguous() and value_ranges[0].is_contiguous() and not dim % 2
-    fits &= all(one.stride(-1) == 1 for one in (keys, values, key_codes, value_codes))
-    if not fits or keys.dtype == torch.float64:
+    if not _takes(into, keys, values):
         return operators.quantize_(keys, values, *into)
     for x, codes, ranges in ((keys, key_codes, key_ranges), (values, value_codes, value_ranges)):
         with _on_device_of(x):
@@ -226,9 +222,8 @@ def quantize_chunks_(
     """See `operators.quantize_chunks_`."""
     into = QuantizedLayer(key_codes, key_ranges, value_codes, value_ranges)
     count, chunk, dim = keys.shape
-    fits = key_ranges[0].is_contiguous() and value_ranges[0].is_contiguous() and not dim % 2
-    fits &= all(one.stride(-1) == 1 for one in (keys, values, heads, slots, key_codes, value_codes))
-    if not fits or key_codes.stride() != value_codes.stride() or keys.dtype == torch.float64:
+    numbers = heads.stride(0) == slots.stride(0) == 1
+    if not (numbers and _takes(into, keys, values) and key_codes.stride() == value_codes.stride()):
         return operators.quantize_chunks_(keys, values, heads, slots, *into)
     if count:
         with _on_device_of(keys):
@@ -240,6 +235,13 @@ def quantize_chunks_(
                 CHUNK=triton.next_power_of_2(chunk),
             )
     return None
+
+
+def _takes(layer: QuantizedLayer, *rows: Tensor) -> bool:
+    """Returns whether the kernels support a layer of codes, and rows `[…, head_dim]` beside them."""
+    ranges = layer.key_ranges[0].is_contiguous() and layer.value_ranges[0].is_contiguous()
+    within = all(one.stride(-1) == 1 for one in (*rows, layer.key_codes, layer.value_codes))
+    return ranges and within and all(one.shape[-1] % 2 == 0 and one.dtype != torch.float64 for one in rows)
 
 
 def _can_combine(parts: Tensor, lses: Tensor) -> bool:
@@ -285,15 +287,17 @@ def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, float, None], tuple[Tensor, Tensor]]
 SMALL = KVLayout(layers=1, kv_heads=2, head_dim=64, dtype=torch.float16, page_size=64)
 """KV for a check before a model is known."""
 CHECKED = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def check(layout: KVLayout = SMALL, group: int = 2, device: str = "cuda") -> None:
+def check(attend: Attend, layout: KVLayout = SMALL, group: int = 2, device: str = "cuda") -> None:
     """Runs every kernel once and compares it with the plain form, packed pages bit by bit.
 
     Args:
+        attend: `AttentionBackend.parts` of the device.
         layout: of a model's KV; the kernels are compiled for its dtype, heads and sizes.
         group: number of its query heads for each KV head.
 
@@ -333,10 +337,11 @@ def check(layout: KVLayout = SMALL, group: int = 2, device: str = "cuda") -> Non
         close([scores[0]], [scores[1]])
     for bits in (8, 4) if dim % 2 == 0 else ():
         entries = draw(2, heads, 10 * GROUP, dim, dtype=dtype)
-        kv = QuantizedKV.empty(KVLayout(1, heads, dim, dtype), 10 * GROUP, bits, torch.device(device)).layer(
-            0
-        )
+        one_layer = KVLayout(1, heads, dim, dtype)
+        kv = QuantizedKV.empty(one_layer, 10 * GROUP, bits, torch.device(device)).layer(0)
+        spare = 0.0
         if kv.shares_ranges:
+            spare = SPARE_RANGE
             kv.share_ranges(entries[0])
             slots = torch.arange(10 * GROUP // chunk, device=device)
             each = torch.arange(heads, device=device).repeat_interleave(len(slots))
@@ -344,7 +349,7 @@ def check(layout: KVLayout = SMALL, group: int = 2, device: str = "cuda") -> Non
             quantize_chunks_(new_keys, new_values, each, slots.repeat(heads), *kv)
         else:
             quantize_(entries[0], entries[1], *kv)
-        span = (1 + 2 * SPARE_RANGE) * float(entries.max() - entries.min())
+        span = (1 + 2 * spare) * float(entries.max() - entries.min())
         off = (torch.stack(kv.dequantized(torch.float32)) - entries).abs().max()
         if not off <= 0.6 * span / (2**bits - 1) + span / 128:  # half a step, and rounding of the ranges
             raise RuntimeError(f"a kernel quantises values to others, {float(off):.3g} away")
@@ -355,25 +360,23 @@ def check(layout: KVLayout = SMALL, group: int = 2, device: str = "cuda") -> Non
     bits16 = replace(layout, dtype=torch.bfloat16)
     if bits16.packable:
         pages16 = draw(2, 2, heads, tokens, dim, dtype=torch.bfloat16)
-        _check_pages(bits16.packed_shape, pages16, queries.bfloat16())
+        _check_pages(attend, bits16.packed_shape, pages16, queries.bfloat16())
 
 
-def _check_pages(shape: PackedShape, pages: Tensor, queries: Tensor) -> None:
+def _check_pages(attend: Attend, shape: PackedShape, pages: Tensor, queries: Tensor) -> None:
     """Compares packing and unpacking with the plain form, bit by bit, and attention over it with float64.
 
     The first page has exponents that only its list holds; the second one has more than the list can.
     """
-    from offload_rt.attention.backends import TorchCpuBackend, TorchCudaBackend  # which import this module
-
     codec, scale = PageCodec(), shape.head_dim**-0.5
-    pages[0, :, :, ::32, ::32] *= 2.0**-30
+    # Half as many as the list has room for: some random values are as small by themselves.
+    pages[0].view(-1)[:: 2 * -(-shape.values // shape.capacity)] *= 2.0**-30
     pages[1, :, :, ::2] *= 2.0**-30
     packed, there = triton_pages.encode(shape, pages), torch.empty_like(pages[:1])
     triton_pages.decode(shape, packed[:1], there)
     if not (torch.equal(packed, codec.encode(shape, pages)) and torch.equal(there, pages[:1])):
         raise RuntimeError("a kernel packs or unpacks pages otherwise than its plain form")
-    backend = TorchCudaBackend() if pages.is_cuda else TorchCpuBackend()
-    found = combine(*backend.parts(queries, there[:, 0], there[:, 1], scale, None))
+    found = combine(*attend(queries, there[:, 0], there[:, 1], scale, None))
     keys, values = there[0].double()
     scores = scale * (queries.double() @ keys.mT)
     exact = scores.softmax(-1) @ values, scores.logsumexp(-1)

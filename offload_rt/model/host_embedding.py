@@ -38,8 +38,8 @@ def move_to_host(model: PreTrainedModel, device: torch.device) -> None:
     try:
         memory = slabs.allocate(module.weight.shape, module.weight.dtype).result()
     except MemoryError:
-        return
-    if not slabs.is_locked(memory):
+        memory = None
+    if memory is None or not slabs.is_locked(memory):
         slabs.close()
         return
     memory.copy_(module.weight.detach())

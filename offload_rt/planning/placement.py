@@ -418,7 +418,7 @@ def host_memory(request: PlanRequest) -> Memory:
         memory["summaries"] = means
     if request.in_place:
         memory |= _computing_memory(request)
-    elif target.paged_layers:
+    else:
         memory["embeddings"] = sum(one.host_embedding_bytes for one in request.used_models)
         memory["page_locked_buffers"] = len(request.hardware.gpus) * _buffer_bytes(request)
     available = request.hardware.host.memory_bytes
