@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpu_kv.packed import PackedShape
+from cpu_kv.packed import PackedShape, PackedSide
 from cpu_kv.sizes import KVSizes
 
 KeysValues = tuple[Tensor, Tensor]
@@ -101,5 +101,6 @@ def head_major(part: Tensor) -> Tensor:
 def part_of(part: Tensor, start: int, end: int) -> Tensor:
     """Returns the tokens ``start`` .. ``end`` of pages, in the shape that ``head_major`` returns."""
     tokens = part.shape[2]
-    first = start // tokens
-    return head_major(part[first : -(-end // tokens)])[:, start - first * tokens : end - first * tokens]
+    first, last = start // tokens, -(-end // tokens)
+    pages = part.unpacked(first, last) if isinstance(part, PackedSide) else part[first:last]
+    return head_major(pages)[:, start - first * tokens : end - first * tokens]

@@ -17,6 +17,7 @@ The functions of `PageCodec` are plain torch, for any device: the reference of f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -152,34 +153,51 @@ class PackedSide(Tensor):
 
     Whole pages are picked (``side[2:5]``) without unpacking. Any other operator unpacks all of its pages
     first, so what is read often reads ``packed`` itself. It must not be written to.
+
+    Attributes:
+        packed: uint8 ``[pages, nbytes]``.
+        side: 0: keys, 1: values.
+        buffer: memory for ``unpacked_pages``, of ``KVLayout.pages_shape``; None: new memory.
     """
 
-    packed: Tensor  # uint8 [pages, nbytes]
+    packed: Tensor
     packed_shape: PackedShape
     codec: PageCodec
     side: int
+    buffer: Tensor | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, packed: Tensor, packed_shape: PackedShape, codec: PageCodec, side: int) -> PackedSide:
+    def __new__(
+        cls,
+        packed: Tensor,
+        packed_shape: PackedShape,
+        codec: PageCodec,
+        side: int,
+        buffer: Tensor | None = None,
+    ) -> PackedSide:
         sizes = (len(packed), packed_shape.kv_heads, packed_shape.page_size, packed_shape.head_dim)
         made: PackedSide = Tensor._make_wrapper_subclass(
             cls, sizes, dtype=torch.bfloat16, device=packed.device
         )
         made.packed, made.packed_shape, made.codec, made.side = packed, packed_shape, codec, side
+        made.buffer = buffer
         return made
 
     @classmethod
-    def pair(cls, packed: Tensor, packed_shape: PackedShape, codec: PageCodec) -> tuple[Tensor, Tensor]:
+    def pair(
+        cls, packed: Tensor, packed_shape: PackedShape, codec: PageCodec, buffer: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns keys and values of pages."""
-        keys, values = (cls(packed, packed_shape, codec, side) for side in range(2))
+        keys, values = (cls(packed, packed_shape, codec, side, buffer) for side in range(2))
         return keys, values
 
-    def unpacked(self) -> Tensor:
-        """Returns the pages as a plain tensor."""
-        out = self.packed.new_empty(len(self.packed), 1, *self.shape[1:], dtype=torch.bfloat16)
-        self.codec.decode(self.packed_shape, self.packed, out, self.side)
+    def unpacked(self, first: int = 0, last: int | None = None) -> Tensor:
+        """Returns pages ``first`` .. ``last`` as a plain tensor."""
+        packed = self.packed[first:last]
+        out = packed.new_empty(len(packed), 1, *self.shape[1:], dtype=torch.bfloat16)
+        self.codec.decode(self.packed_shape, packed, out, self.side)
         return out[:, 0]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -194,9 +212,24 @@ class PackedSide(Tensor):
             return first
         if function is torch.ops.aten.slice.Tensor and isinstance(first, cls) and not (args[1:2] or [0])[0]:
             pages = function(first.packed, *args[1:], **(kwargs or {}))
-            return cls(pages, first.packed_shape, first.codec, first.side)
+            return cls(pages, first.packed_shape, first.codec, first.side, first.buffer)
         plain_args, plain_kwargs = tree_map(_plain, (args, kwargs or {}))
         return function(*plain_args, **plain_kwargs)
+
+
+def unpacked_pages(keys: PackedSide) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields keys and values of the pages of ``keys`` as plain tensors, as many at a time as the buffer holds.
+
+    Each pair is valid until the next one.
+    """
+    shape, buffer = keys.packed_shape, keys.buffer
+    if buffer is None:
+        sizes = (2, shape.kv_heads, shape.page_size, shape.head_dim)
+        buffer = keys.packed.new_empty(len(keys.packed), *sizes, dtype=torch.bfloat16)
+    for packed in keys.packed.split(max(1, len(buffer))):
+        pages = buffer[: len(packed)]
+        keys.codec.decode(shape, packed, pages)
+        yield pages[:, 0], pages[:, 1]
 
 
 def _plain(value: Any) -> Any:

@@ -32,8 +32,8 @@ class StagingSlot:
 class StagingRing:
     """A ring of ``buffers`` slots for segments of ``segment_tokens`` tokens, rounded up to whole pages.
 
-    On a GPU, packed pages are unpacked to one more buffer, segment by segment, also those that stay on the
-    device; a CPU reads them as they are.
+    On a GPU, one more buffer has room for the unpacked pages of a segment, for compute that cannot read packed
+    ones.
     """
 
     def __init__(self, link: Link, layout: KVLayout, segment_tokens: int, buffers: int):
@@ -81,27 +81,13 @@ class StagingRing:
         return ((at, min(at + step, end)) for at in range(start, end, step))
 
     def read(self, memory: Tensor, codec: PageCodec, packed: bool) -> KeysValues:
-        """Returns keys and values of the pages in memory of the device, for compute that is enqueued next.
-
-        ``packed``: whether they are. Valid until the next call.
-        """
+        """Returns keys and values of pages in memory of the device; of ``packed`` ones ``PackedSide.pair``."""
         layout = self._layout
         if not packed:
             pages = memory.view(layout.dtype).view(layout.pages_shape(-1))
             return pages[:, 0], pages[:, 1]
         rows = memory.view(-1, layout.page_bytes)
-        if self._unpacked is None:
-            return PackedSide.pair(rows, layout.packed_shape, codec)
-        # The compute that read the segment before was enqueued on the same stream, before this.
-        pages = self._unpacked[: len(rows)]
-        codec.decode(layout.packed_shape, rows, pages)
-        return pages[:, 0], pages[:, 1]
-
-    def read_resident(self, memory: Tensor, codec: PageCodec, packed: bool) -> Iterator[KeysValues]:
-        """Yields what ``read`` returns of pages that are in no slot, as many at a time as it can unpack."""
-        most = self.segment_tokens // self._layout.page_size * self._layout.page_bytes
-        for part in memory.split(most) if packed else (memory,):
-            yield self.read(part, codec, packed)
+        return PackedSide.pair(rows, layout.packed_shape, codec, self._unpacked)
 
     def drain(self) -> None:
         """Waits for all copies into slots and all compute that reads them; then they may be freed."""

@@ -227,13 +227,10 @@ class TransferEngine:
                     codec.decode(layout.packed_shape, there.view(pages, -1), out)
                 into = into[size:]
 
-    def resident_pages(self, memory: Tensor, *, packed: bool) -> Iterator[KeysValues]:
-        """Yields keys and values ``[pages, kv_heads, page_size, head_dim]`` of pages that ``load`` copied.
-
-        For compute that is enqueued next, in segments; each is valid until the next one, of a stream too.
-        """
+    def resident_pages(self, memory: Tensor, *, packed: bool) -> KeysValues:
+        """Returns keys and values of pages that ``load`` copied, ``[pages, kv_heads, page_size, head_dim]``."""
         assert self._ring is not None, "over a link that is in place, nothing is resident"
-        return self._ring.read_resident(memory, self.sequence.codec, packed)
+        return self._ring.read(memory, self.sequence.codec, packed)
 
     def _memory(self, layer: int, start: int, end: int, unpacked: Tensor | None) -> list[Tensor]:
         """Returns the memory of pages of one of the sequence's ``forms``."""

@@ -47,10 +47,16 @@ class MachineCodec(PageCodec):
         return None
 
     def take(self, side: PackedSide, page: Tensor, head: Tensor, token: Tensor, out: Tensor) -> None:
+        shape, packed = side.packed_shape, side.packed
+        if packed.is_cuda and packed.is_contiguous() and out.is_contiguous() and use_triton() is None:
+            from offload_rt.attention import triton_pages  # Triton is not in every installation
+
+            with torch.cuda.device(packed.device):
+                triton_pages.take(shape, packed, side.side, page, head, token, out)
+            return None
         if self._kernel is None or out.device.type != "cpu":
             return super().take(side, page, head, token, out)
-        shape = side.packed_shape
-        self._kernel.unpack(shape, side.packed, page, head + side.side * shape.kv_heads, token, out)
+        self._kernel.unpack(shape, packed, page, head + side.side * shape.kv_heads, token, out)
         return None
 
 

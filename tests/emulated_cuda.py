@@ -61,6 +61,8 @@ from emulated_gpu import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cpu_kv.packed import PackedSide
+
 MEMORY = 24 * 2**30
 _CPU = torch.device("cpu")
 _GUARD = """
@@ -160,6 +162,9 @@ class Emulation(TorchDispatchMode):
     """Active in every thread: what makes tensors is asked for the device by a name alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if PackedSide in types:
+            with self:  # what it does is on the device
+                return PackedSide.__torch_dispatch__(func, types, args, kwargs)
         return _dispatch(func, args, kwargs or {})
 
 
@@ -312,7 +317,7 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device)
                 drawn = func(given[0].clone(), *given[1:], **named)
             enqueue(lambda: _store(given[0], drawn), device)
         else:
-            contents = list(_leaves(_plain(written)))
+            contents = [one for one in _leaves(_plain(written)) if one is not None]
             if func.namespace == "offload_rt" and func._schema.returns:
                 return _launch(func, given, named, device, contents)
             enqueue(lambda: _run(func, given, named, (), contents), device)

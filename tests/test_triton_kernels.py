@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 ON_GPU = torch.cuda.is_available() and not EMULATED
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 if EMULATED:
     pytest.skip("they run on a GPU, or in the interpreter", allow_module_level=True)
 
 from cpu_kv import KVLayout  # noqa: E402
-from cpu_kv.packed import PackedShape, PageCodec  # noqa: E402
+from cpu_kv.packed import PackedShape, PackedSide, PageCodec  # noqa: E402
 from offload_rt.attention import backends, operators, triton_kernels, triton_operators, triton_pages  # noqa: E402
 from offload_rt.attention.quantized import QuantizedKV  # noqa: E402
 from offload_rt.attention.sizes import GROUP  # noqa: E402
@@ -30,12 +31,29 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 ATTEND = (backends.TorchCudaBackend() if ON_GPU else backends.TorchCpuBackend()).parts
 INF = float("inf")
 WIDE = settings(derandomize=True, deadline=None, max_examples=25)
-DTYPE = torch.bfloat16 if ON_GPU else torch.float16  # of which the interpreter has no products
-DTYPES = st.sampled_from([torch.float16, torch.float32] + ON_GPU * [torch.bfloat16])
+DTYPES = st.sampled_from([torch.float16, torch.float32, torch.bfloat16])
+
+
+def multiply_bfloat16() -> None:
+    """Lets the interpreter multiply bfloat16, whose bits it takes for whole numbers otherwise."""
+    builder: Any = interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+
+    def wide(handle: Any) -> Any:
+        if handle.dtype.scalar != triton.language.bfloat16:
+            return handle
+        bits = handle.data.astype("uint32") << 16
+        return interpreter.TensorHandle(bits.view("float32"), triton.language.float32)
+
+    builder.create_dot = lambda self, a, b, *given: create_dot(self, wide(a), wide(b), *given)
+
+
+if not ON_GPU:
+    multiply_bfloat16()
 
 
 def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}[dtype]
     torch.testing.assert_close(found.double(), wanted.double(), rtol=tolerance, atol=tolerance)
 
 
@@ -80,25 +98,31 @@ def test_merging(
     close(lse, plain[1], dtype)
 
 
+PAGED = st.builds(
+    PackedShape,
+    kv_heads=st.integers(1, 3),
+    page_size=st.sampled_from([4, 16, 40]),
+    head_dim=st.sampled_from([6, 16, 80]),
+)
+
+
+def paged(shape: PackedShape, pages: int, scale: float, generator: torch.Generator) -> Tensor:
+    """Pages of normal values, and of some that are far below the largest of their channels."""
+    sizes = (pages, 2, shape.kv_heads, shape.page_size, shape.head_dim)
+    values, tiny = (torch.randn(sizes, generator=generator) for _ in range(2))
+    return torch.where(tiny.abs() < 0.01 * scale, values * 2.0**-20, values).to(torch.bfloat16)
+
+
 @WIDE
 @given(
-    shape=st.builds(
-        PackedShape,
-        kv_heads=st.integers(1, 3),
-        page_size=st.sampled_from([4, 16, 40]),
-        head_dim=st.sampled_from([6, 16, 80]),
-    ),
+    shape=PAGED,
     pages=st.integers(0, 3),
     side=st.integers(0, 1),
     scale=st.sampled_from([0.0, 1.0, 4.0]),
     seed=st.integers(0, 2**32),
 )
 def test_packing_and_unpacking(shape: PackedShape, pages: int, side: int, scale: float, seed: int) -> None:
-    """Of normal values, and of some that are far below the largest of their channels."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = (pages, 2, shape.kv_heads, shape.page_size, shape.head_dim)
-    values, tiny = (torch.randn(sizes, generator=generator) for _ in range(2))
-    values = torch.where(tiny.abs() < 0.01 * scale, values * 2.0**-20, values).to(torch.bfloat16)
+    values = paged(shape, pages, scale, torch.Generator().manual_seed(seed))
     packed = PageCodec().encode(shape, values)
     whole = slice(None) if len(values) else slice(0)
     assert torch.equal(triton_pages.encode(shape, values.to(DEVICE)).cpu()[whole], packed[whole])
@@ -107,6 +131,85 @@ def test_packing_and_unpacking(shape: PackedShape, pages: int, side: int, scale:
     found = torch.empty_like(expected, device=DEVICE)
     triton_pages.decode(shape, packed.to(DEVICE), found, side)
     assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
+
+
+@WIDE
+@given(
+    shape=PAGED,
+    pages=st.integers(1, 3),
+    runs=st.integers(0, 9),
+    scale=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_chosen_tokens_of_packed_pages(
+    shape: PackedShape, pages: int, runs: int, scale: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    packed = PageCodec().encode(shape, paged(shape, pages, scale, generator))
+    page, head, token = (
+        torch.randint(0, end, (runs,), generator=generator)
+        for end in (pages, shape.kv_heads, shape.page_size // 4)
+    )
+    for number, side in enumerate(PackedSide.pair(packed, shape, PageCodec())):
+        assert isinstance(side, PackedSide)
+        expected = torch.empty(runs, 4, shape.head_dim, dtype=torch.bfloat16)
+        PageCodec().take(side, page, head, 4 * token, expected)
+        found = torch.empty_like(expected, device=DEVICE)
+        places = (one.to(DEVICE) for one in (page, head, 4 * token))
+        triton_pages.take(shape, packed.to(DEVICE), number, *places, found)
+        assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
+
+
+@WIDE
+@given(
+    dtype=DTYPES,
+    shape=PAGED,
+    pages=st.integers(1, 9),
+    group=st.integers(1, 3),
+    count=st.integers(1, 12),
+    step=st.integers(1, 3),
+    chunk=st.sampled_from([None, 4, 8]),
+    scale=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_attention_over_packed_pages(
+    dtype: torch.dtype,
+    shape: PackedShape,
+    pages: int,
+    group: int,
+    count: int,
+    step: int,
+    chunk: int | None,
+    scale: float,
+    seed: int,
+) -> None:
+    """Among them pages with the most escapes that a list can hold, and attention mass in the same pass."""
+    generator, draw = torch.Generator().manual_seed(seed), Draw(seed)
+    values = paged(shape, pages, scale, generator)
+    packed = PageCodec().encode(shape, values)
+    packed = packed[~shape.overflows(packed)]
+    if not len(packed):
+        return
+    plain = torch.empty(len(packed), *values.shape[1:], dtype=torch.bfloat16)
+    PageCodec().decode(shape, packed, plain)
+    keys, attended = plain.to(DEVICE).double().transpose(0, 1).transpose(1, 2).flatten(2, 3)
+    queries = draw(shape.kv_heads, group * count, shape.head_dim, dtype=dtype)
+    softmax_scale, sampled = shape.head_dim**-0.5, group * -(-count // step)
+    scores = queries.double() @ keys.mT * softmax_scale
+    chunk = chunk if chunk and shape.page_size % chunk == 0 else None
+    mass, reference = None, draw(shape.kv_heads, group * count)
+    if chunk is not None:
+        chunks = len(packed) * shape.page_size // chunk
+        mass = draw(shape.kv_heads, sampled, chunks + 3)[:, :, 1:-2]
+    given = packed.to(DEVICE), shape.page_size, softmax_scale, mass, reference, count, step
+    for attend in (triton_operators.attend_packed, operators.attend_packed):
+        out, lse = operators.combine(*attend(queries, *given))
+        close(out, scores.softmax(-1) @ attended, dtype)
+        close(lse, scores.logsumexp(-1), dtype)
+        if mass is not None and chunk is not None:
+            expected = operators.sampled_rows((scores - reference.double()[..., None]).exp(), count, step)
+            close(mass, expected.unflatten(2, (-1, chunk)).sum(-1), dtype)
+            mass.fill_(-INF)
 
 
 def test_a_sum_in_strided_memory_is_merged_as_it_is() -> None:
@@ -305,7 +408,7 @@ def test_what_varies_from_pass_to_pass_is_compiled_once(name: str) -> None:
 def test_the_check_that_comes_before_their_use_finds_a_kernel_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for layout in (triton_operators.SMALL, KVLayout(1, 1, 80, DTYPE, page_size=32)):
+    for layout in (triton_operators.SMALL, KVLayout(1, 1, 80, torch.bfloat16, page_size=32)):
         triton_operators.check(ATTEND, layout, 3, DEVICE)
     right, decode = triton_operators.combine, triton_pages.decode
     with (

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout, head_major
+from cpu_kv.packed import PackedSide, unpacked_pages
 from offload_rt.attention import operators
 from offload_rt.attention.mass import Sample
 from offload_rt.attention.quantized import QuantizedLayer
-from offload_rt.attention.sizes import MASKED_PAGE
+from offload_rt.attention.sizes import MASKED_PAGE, MOST_PACKED_QUERIES, PACKED_TILE
 from offload_rt.native import Kernel, load_kernel
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -281,6 +282,55 @@ class TorchCudaBackend(_TorchBackend):
     operators = torch.ops.offload_rt
     _mask_alignment = 8  # the efficient kernel reads its bias in rows of this many entries
     _unseen: ClassVar = {torch.float16: -6e4}
+
+    def add(
+        self,
+        total: Total | None,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        mask: Tensor | None,
+    ) -> Total:
+        if not isinstance(keys, PackedSide) or mask is not None or not len(keys):
+            return super().add(total, queries, keys, values, scale, mask)
+        if queries.shape[1] <= MOST_PACKED_QUERIES:
+            none = None, None, 1, 1
+            found = self.operators.attend_packed(queries, keys.packed, keys.shape[2], scale, *none)
+            return self.combined(total, *found)
+        for plain in unpacked_pages(keys):
+            total = super().add(total, queries, *plain, scale, None)
+        assert total is not None
+        return total
+
+    def add_with_mass(
+        self,
+        total: Total | None,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        sample: Sample,
+        mass: Tensor,
+        reference: Tensor | None,
+    ) -> Total:
+        if not isinstance(keys, PackedSide):
+            return super().add_with_mass(total, queries, keys, values, scale, sample, mass, reference)
+        operators, every = self.operators, (sample.period, sample.step)
+        pages, _, page_size, _ = keys.shape
+        chunks = mass.shape[2] // max(1, pages)
+        within = chunks and PACKED_TILE % (page_size // chunks) == 0  # a tile has whole chunks
+        if within and reference is not None and queries.shape[1] <= MOST_PACKED_QUERIES:
+            taken = mass, reference, *every
+            found = operators.attend_packed(queries, keys.packed, page_size, scale, *taken)
+            return self.combined(total, *found)
+        total = self.add(total, queries, keys, values, scale, None)
+        at, shift = 0, total[1] if reference is None else reference
+        for plain, _ in unpacked_pages(keys):
+            part = mass[:, :, at : at + len(plain) * chunks]
+            operators.chunk_mass_(part, queries, plain, shift, scale, *every)
+            at += len(plain) * chunks
+        return total
 
     def _dense(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpu_kv.packed import PackedShape, PageCodec
 from offload_rt.attention.quantized import QuantizedLayer, codes_of, encoded, packed
 from offload_rt.attention.sizes import GROUP
 
@@ -161,6 +162,46 @@ def attend_quantized(
     return (weights.to(values.dtype) @ values)[None], lse[None]
 
 
+def attend_packed(
+    queries: Tensor,
+    packed: Tensor,
+    page_size: int,
+    scale: float,
+    mass: Tensor | None,
+    reference: Tensor | None,
+    period: int,
+    step: int,
+) -> tuple[Tensor, Tensor]:
+    """Computes attention over packed pages, in parts for `combine` to merge.
+
+    Args:
+        queries: `[kv_heads, folded_query, head_dim]`.
+        packed: uint8 `[pages, nbytes]`, see `cpu_kv.packed`.
+        page_size: in tokens.
+        mass, reference, period, step: see `chunk_mass_`; without a mass the others do not count.
+
+    Returns:
+        As `AttentionBackend.parts`.
+    """
+    heads, rows, dim = queries.shape
+    shape = PackedShape(heads, page_size, dim)
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    out = queries.new_empty(len(packed), heads, rows, dim)
+    lse = queries.new_empty(len(packed), heads, rows, dtype=wide)
+    page = queries.new_empty(1, 2, heads, page_size, dim, dtype=torch.bfloat16)
+    chunks = 0 if mass is None else mass.shape[2] // max(1, len(packed))
+    for number in range(len(packed)):
+        PageCodec().decode(shape, packed[number : number + 1], page)
+        keys, values = page.to(wide).transpose(0, 1)
+        if mass is not None and reference is not None:
+            part = mass[:, :, number * chunks : (number + 1) * chunks]
+            chunk_mass_(part, queries.to(wide), keys, reference, scale, period, step)
+        scores = scale * (queries.to(wide) @ keys[0].mT)
+        lse[number] = scores.logsumexp(-1)
+        out[number] = scores.softmax(-1) @ values[0]
+    return out, lse
+
+
 def quantize_(
     keys: Tensor,
     values: Tensor,
@@ -220,6 +261,8 @@ _SCHEMAS: dict[Callable[..., Any], str] = {
     " Tensor queries, Tensor keys, Tensor reference, float scale, int period, int step) -> (Tensor, Tensor)",
     attend_quantized: "(Tensor queries, Tensor key_codes, Tensor key_ranges, Tensor value_codes,"
     " Tensor value_ranges, Tensor? count, float scale) -> (Tensor, Tensor)",
+    attend_packed: "(Tensor queries, Tensor packed, int page_size, float scale, Tensor(a!)? mass,"
+    " Tensor? reference, int period, int step) -> (Tensor, Tensor)",
     quantize_: "(Tensor keys, Tensor values, Tensor(a!) key_codes, Tensor(b!) key_ranges,"
     " Tensor(c!) value_codes, Tensor(d!) value_ranges) -> ()",
     quantize_chunks_: "(Tensor keys, Tensor values, Tensor heads, Tensor slots, Tensor(a!) key_codes,"

@@ -10,6 +10,12 @@ from cpu_kv import KVSizes
 MASKED_PAGE = 128
 """Keys among which the CUDA backends split attention under a mask."""
 
+MOST_PACKED_QUERIES = 256
+"""Most queries of a KV head for which a GPU unpacks pages in registers, for each tile of queries anew. For
+more queries, pages are unpacked once."""
+PACKED_TILE = 16
+"""Tokens of a page that are unpacked in registers at a time."""
+
 SAMPLED_QUERIES = 4
 """Queries sampled per pass and head for attention mass. More choose no better chunks, and each costs its
 sums."""

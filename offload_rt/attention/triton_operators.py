@@ -20,7 +20,7 @@ from cpu_kv import KVLayout
 from cpu_kv.packed import PackedShape, PageCodec
 from offload_rt.attention import operators, triton_pages
 from offload_rt.attention.quantized import SPARE_RANGE, QuantizedKV, QuantizedLayer
-from offload_rt.attention.sizes import GROUP
+from offload_rt.attention.sizes import GROUP, PACKED_TILE
 from offload_rt.attention.triton_kernels import _add_mass, _quantize, _quantize_chunks, _quantized, _segment
 
 PAGES_AT_A_TIME = 16
@@ -182,6 +182,25 @@ def attend_quantized(
             GROUP=GROUP,
         )
     return out, lse
+
+
+def attend_packed(
+    queries: Tensor,
+    packed: Tensor,
+    page_size: int,
+    scale: float,
+    mass: Tensor | None,
+    reference: Tensor | None,
+    period: int,
+    step: int,
+) -> tuple[Tensor, Tensor]:
+    """See `operators.attend_packed`."""
+    shape = PackedShape(len(queries), page_size, queries.shape[2])
+    given = queries, packed, scale, mass, reference, period, step
+    if not triton_pages.attends(shape, queries, packed, mass, reference):
+        return operators.attend_packed(queries, packed, page_size, *given[2:])
+    with _on_device_of(queries):
+        return triton_pages.attend(shape, *given)
 
 
 def quantize_(
@@ -376,11 +395,22 @@ def _check_pages(attend: Attend, shape: PackedShape, pages: Tensor, queries: Ten
     triton_pages.decode(shape, packed[:1], there)
     if not (torch.equal(packed, codec.encode(shape, pages)) and torch.equal(there, pages[:1])):
         raise RuntimeError("a kernel packs or unpacks pages otherwise than its plain form")
-    found = combine(*attend(queries, there[:, 0], there[:, 1], scale, None))
     keys, values = there[0].double()
     scores = scale * (queries.double() @ keys.mT)
-    exact = scores.softmax(-1) @ values, scores.logsumexp(-1)
-    close(found, [one.to(found[0].dtype) for one in exact])
+    exact = [(scores.softmax(-1) @ values).float(), scores.logsumexp(-1).float()]
+    close(combine(*attend(queries, there[:, 0], there[:, 1], scale, None)), exact)
+    # Mass of every query and chunk of a tile, relative to the log-sum-exp.
+    heads, count, _ = queries.shape
+    chunk = PACKED_TILE // 2
+    if shape.page_size % chunk == 0:
+        mass = torch.empty(heads, count, shape.page_size // chunk, device=pages.device)
+        taken = mass, exact[1], count, 1
+        close(combine(*attend_packed(queries, packed[:1], shape.page_size, scale, *taken)), exact)
+        close([mass], [scores.softmax(-1).unflatten(2, (-1, chunk)).sum(-1).float()])
+    places, some = torch.arange(heads, device=pages.device), pages.new_empty(heads, 1, shape.head_dim)
+    triton_pages.take(shape, packed, 1, 0 * places, places, 0 * places + shape.page_size // 2, some)
+    if not torch.equal(some, pages[0, 1, :, shape.page_size // 2, None]):
+        raise RuntimeError("a kernel unpacks chosen tokens of pages otherwise than its plain form")
 
 
 def close(found: Any, wanted: Any) -> None:

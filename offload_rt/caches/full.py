@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv import CopyFailed, KeysValues, LayerStream, TransferEngine, head_major
+from cpu_kv.packed import PackedSide
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import DerivedCache, NewTokens, VerifiedTokens
@@ -350,7 +351,7 @@ class FullCache:
     def history(self, layer: int) -> Iterator[KeysValues]:
         """Yields the tokens of a layer before those that a prefill reads, `[kv_heads, tokens, head_dim]`.
 
-        On a CPU in pages, as they lie in the store.
+        On a CPU, and where they are packed, in pages.
         """
         if self._reading is None:
             yield from self.sequence.views(layer, 0, self.verified_length)
@@ -358,7 +359,8 @@ class FullCache:
         # As one page on a GPU: otherwise every page would have a result for every query.
         resident = self._resident.segments(layer, 0, self._reading.start)
         for keys, values in chain(resident, self._reading.segments(layer), [self._tail.committed(layer)]):
-            yield head_major(keys), head_major(values)
+            packed = isinstance(keys, PackedSide)
+            yield (keys, values) if packed else (head_major(keys), head_major(values))
 
     def put_read(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Writes the tokens that a prefill reads behind others, `[kv_heads, tokens, head_dim]`."""

@@ -28,8 +28,7 @@ class _Run:
 class ResidentTier(DeviceTier):
     """Tokens of each layer that stay on a device, loaded from the store.
 
-    Packed pages are unpacked whenever they are attended, segment by segment. Of pages that cannot be packed
-    fewer have room.
+    Packed pages are unpacked whenever they are attended. Of pages that cannot be packed fewer have room.
 
     Args:
         engine: over the store and the link to the device.
@@ -131,7 +130,7 @@ class ResidentTier(DeviceTier):
 
     def segments(self, layer: int, start: int, stop: int) -> Iterator[KeysValues]:
         for run in _cut(self._runs[layer], stop):
-            yield from self._engine.resident_pages(self._memory_of(layer, run), packed=run.packed)
+            yield self._engine.resident_pages(self._memory_of(layer, run), packed=run.packed)
 
     def release(self) -> None:
         """Frees the memory."""

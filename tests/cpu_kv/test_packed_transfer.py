@@ -34,9 +34,9 @@ def check_loaded(engine: TransferEngine, kv: Tensor) -> None:
         size = (end - start) // PAGE * (LAYOUT.page_bytes if packed else PAGE * raw)
         memory = torch.empty(size, dtype=torch.uint8)
         engine.load(layer, start, end, memory, packed=packed)
-        pairs = engine.resident_pages(memory, packed=packed)
-        found = [torch.stack([head_major(side) for side in pair]) for pair in pairs]
-        assert torch.equal(torch.cat(found, dim=2), kv[layer, :, :, start:end])
+        pair = engine.resident_pages(memory, packed=packed)
+        found = torch.stack([head_major(side) for side in pair])
+        assert torch.equal(found, kv[layer, :, :, start:end])
 
     for layer in range(2):
         for start, end, unpacked in engine.sequence.forms(layer, 0, whole):

@@ -185,7 +185,8 @@ class TransferMachine(RuleBasedStateMachine):
         memory = torch.empty((end - start) * LAYOUT.layer_token_bytes, dtype=torch.uint8)
         for layer, kv in enumerate(self.kv):
             self.engine.load(layer, start, end, memory, packed=False)
-            for pair in self.engine.resident_pages(memory, packed=False) if start < end else ():
+            if start < end:
+                pair = self.engine.resident_pages(memory, packed=False)
                 assert torch.equal(torch.stack([*map(head_major, pair)]), kv[:, :, start:end])
             self.read += memory.nbytes
 
