@@ -218,7 +218,7 @@ class PackedSide(Tensor):
 
 
 def unpacked_pages(keys: PackedSide) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields keys and values of the pages of ``keys`` as plain tensors, as many at a time as the buffer holds.
+    """Yields keys and values of the pages of ``keys`` as plain tensors, as many at a time as fit the buffer.
 
     Each pair is valid until the next one.
     """

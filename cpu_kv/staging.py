@@ -32,8 +32,8 @@ class StagingSlot:
 class StagingRing:
     """A ring of ``buffers`` slots for segments of ``segment_tokens`` tokens, rounded up to whole pages.
 
-    On a GPU, one more buffer has room for the unpacked pages of a segment, for compute that cannot read packed
-    ones.
+    On a GPU, one more buffer has room for the unpacked pages of a segment, for compute that does not read
+    packed ones.
     """
 
     def __init__(self, link: Link, layout: KVLayout, segment_tokens: int, buffers: int):
@@ -81,7 +81,7 @@ class StagingRing:
         return ((at, min(at + step, end)) for at in range(start, end, step))
 
     def read(self, memory: Tensor, codec: PageCodec, packed: bool) -> KeysValues:
-        """Returns keys and values of pages in memory of the device; of ``packed`` ones ``PackedSide.pair``."""
+        """Returns keys and values of pages in memory of the device: a pair of ``PackedSide`` if ``packed``."""
         layout = self._layout
         if not packed:
             pages = memory.view(layout.dtype).view(layout.pages_shape(-1))

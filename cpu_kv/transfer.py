@@ -228,7 +228,7 @@ class TransferEngine:
                 into = into[size:]
 
     def resident_pages(self, memory: Tensor, *, packed: bool) -> KeysValues:
-        """Returns keys and values of pages that ``load`` copied, ``[pages, kv_heads, page_size, head_dim]``."""
+        """Returns keys and values of pages that ``load`` copied, see ``LayerStream.segments``."""
         assert self._ring is not None, "over a link that is in place, nothing is resident"
         return self._ring.read(memory, self.sequence.codec, packed)
 

@@ -41,7 +41,7 @@ def opened(device: torch.device, config: str, code: str, shares: Tiers) -> LLM:
 
 
 def outcome(llm: LLM, second: SamplingParams = HOT) -> tuple[Any, ...]:
-    """Tokens, rounds and prompts, greedily and by chance, of a sequence that is read on and cut within a page."""
+    """Tokens, rounds and prompts, greedy and sampled, of a sequence that is read on and cut within a page."""
     with llm, llm.read(PROMPT) as context:
         found = []
         for params in (GREEDY, second):

@@ -1,7 +1,7 @@
-"""Triton kernels that pack, unpack and attend to pages of 12 bits per value; see `cpu_kv.packed` for the form.
+"""Triton kernels that pack, unpack and attend to pages of 12 bits per value; `cpu_kv.packed` has the form.
 
-`_attend_pages` unpacks in registers: a program takes a tile of queries of a KV head over some tokens, a tile of
-tokens at a time. It takes the two halves of the channels apart, because their exponents share bytes.
+`_attend_pages` unpacks in registers: a program takes a tile of queries of a KV head over some tokens, a tile
+of tokens at a time. It takes the two halves of the channels apart, because their exponents share bytes.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from offload_rt.attention.sizes import MOST_PACKED_QUERIES, PACKED_TILE
 from offload_rt.drafting.expectations import LATER_CHOICES, expected_tokens, outcome_chances
 from offload_rt.drafting.shapes import DraftShape
 from offload_rt.levels.base import Cost
@@ -28,9 +29,8 @@ kernels cross the link between its copies. An estimate that no GPU has confirmed
 LAYER_KERNELS = 45
 """Kernels of one decoder layer over a bounded cache: `launch_ms` is the time to launch that many."""
 SEGMENT_CALLS = 14
-"""CUDA calls for a streamed segment: two kernels, four copies with a kernel each, four calls for events."""
-SEGMENT_KERNELS = 2
-"""Kernels that attend a segment, and as many that unpack one before."""
+"""CUDA calls for a streamed segment: two kernels that attend it, also where it is packed, four copies with a
+kernel each, four calls for events."""
 MASKED_ATTENTION_SHARE = 0.5
 """Share of the memory rate that masked attention reaches over a few thousand entries. An estimate."""
 GATHER_SHARE = 0.7
@@ -42,7 +42,10 @@ PACKED_ATTENTION = 1.2
 """Time of the CPU's attention over packed pages, as a multiple of that over others. Measured on two cores:
 1.1 to 1.35, most with few queries. Less is likely where more cores wait for memory."""
 UNPACKING_SHARE = 0.8
-"""Share of the memory rate at which a GPU unpacks pages. An estimate."""
+"""Share of the memory rate at which a GPU unpacks pages to memory. An estimate."""
+REGISTER_SHARE = 0.6
+"""Share of the memory rate, and of the rate of products, at which a GPU attends to packed pages: it unpacks
+them in registers. An estimate that no GPU has confirmed."""
 PACKING_SHARE = 0.15
 """Share of the memory rate at which a GPU packs the pages of a prompt: 0.3 s for those of Llama-2-7B at 127K
 on an H200."""
@@ -260,31 +263,25 @@ class Predictor:
             cpu = dense.ms + attending / (host.attention_beside_link if streamed else 1.0) + exchanges
         for tier, gpu in zip(placement.gpus, gpus[1:], strict=False):  # GPUs without a tier hold nothing
             if tier.tokens:
-                attending = self._gpu_attention(gpu, target, tier.tokens, queries)
-                unpacked = tier.streamed_tokens + placement.packed * tier.resident_tokens
-                attending += self._unpacking(gpu, unpacked) + self._sampling(gpu, tier.tokens)
+                packed = tier.streamed_tokens + placement.packed * tier.resident_tokens
+                attending = self._tier_attention(gpu, tier.tokens, packed, queries)
                 others = max(others, dense.ms + attending + exchanges)
         if moved := streamed + placement.cpu_attended_bytes * share:
             memory = host.read_ms(moved) + layer
-        own = self._attention(target, placement.resident_tokens + placement.streamed_tokens, queries)
-        unpacked = placement.streamed_tokens + placement.packed * placement.resident_tokens
-        own += self._unpacking(gpus[0], unpacked)
-        own += self._sampling(gpus[0], placement.resident_tokens + placement.streamed_tokens)
+        tokens = placement.resident_tokens + placement.streamed_tokens
+        packed = placement.streamed_tokens + placement.packed * placement.resident_tokens
+        own = self._tier_attention(gpus[0], tokens, packed, queries)
         return PassTime(placement, drafted, dense, own, link, cpu, others, memory, ahead)
 
     def _segment_launches(self, placement: Placement) -> float:
-        """Returns the time in ms to launch attention over the segments of a pass.
+        """Returns the time in ms to launch attention over the segments that a pass streams.
 
-        What is resident and unpacked is one, whose kernels are among those of the layer. A part of a segment
+        All resident tokens are one segment, whose kernels are among those of the layer. A part of a segment
         counts as a part, so that times along a line of shares have one valley.
         """
         if self.request.in_place:
             return 0.0
-        unpacking = SEGMENT_KERNELS if self.request.stored.packed else 0
-        resident = placement.resident_tokens if placement.packed else 0
-        calls = 0.0
-        for tokens, each in ((placement.streamed_tokens, SEGMENT_CALLS), (resident, SEGMENT_KERNELS)):
-            calls += tokens / self.request.segment_tokens * (each + unpacking)
+        calls = placement.streamed_tokens / self.request.segment_tokens * SEGMENT_CALLS
         return self.target.paged_layers * calls / LAYER_KERNELS * self.processor.launch_ms
 
     def _attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
@@ -297,6 +294,25 @@ class Predictor:
         """Returns the ms in which the CPU attends so many tokens of the target as they are stored."""
         ms = self._cpu_attention(self.target, tokens, queries)
         return ms * PACKED_ATTENTION if self.request.stored.packed else ms
+
+    def _tier_attention(self, gpu: Gpu, tokens: int, packed: int, queries: int) -> float:
+        """Returns the ms in which a GPU attends to tokens of the target, and takes their attention mass.
+
+        Args:
+            packed: how many of the tokens are in packed pages, if pages are packed at all.
+        """
+        rows = queries * self.target.group
+        if not self.request.stored.packed:
+            packed = 0
+        elif rows > MOST_PACKED_QUERIES:
+            attending = self._gpu_attention(gpu, self.target, tokens, queries)
+            return attending + self._unpacking(gpu, packed) + self._sampling(gpu, tokens)
+        plain = self._gpu_attention(gpu, self.target, tokens - packed, queries)
+        reading = gpu.read_ms(packed * self.target.token_bytes * self.request.stored.stored_share)
+        flops = self.target.paged_layers * self.target.attention_flops * packed * queries
+        tile = max(PACKED_TILE, 1 << (rows - 1).bit_length()) / rows  # of products, more than the queries
+        in_registers = max(reading, gpu.compute_ms(flops * tile)) / REGISTER_SHARE
+        return plain + self._sampling(gpu, tokens - packed) + in_registers
 
     def _unpacking(self, gpu: Gpu, tokens: int) -> float:
         """Returns the ms in which a GPU unpacks so many tokens: it reads packed ones, and writes others."""
@@ -363,9 +379,12 @@ class Predictor:
         The GPU is counted as if it attended all of the context, so that no plan looks better for attending
         less of it there.
         """
-        whole = self._attention(self.target, self.request.context, verification.gamma + 1)
-        if not self.request.in_place and verification.placement.packed:
-            whole += self._unpacking(self.request.hardware.gpus[0], self.request.context)
+        queries, context = verification.gamma + 1, self.request.context
+        if self.request.in_place:
+            whole = self._store_attention(context, queries)
+        else:
+            packed = context if verification.placement.packed else 0
+            whole = self._tier_attention(self.request.hardware.gpus[0], context, packed, queries)
         busy = verification.dense.busy_ms + whole
         if any(level.drafts_on_host for level in self.request.levels):
             busy = max(busy, verification.cpu_attention)
