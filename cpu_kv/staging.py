@@ -81,7 +81,7 @@ class StagingRing:
         return ((at, min(at + step, end)) for at in range(start, end, step))
 
     def read(self, memory: Tensor, codec: PageCodec, packed: bool) -> KeysValues:
-        """Returns keys and values of pages in memory of the device: a pair of ``PackedSide`` if ``packed``."""
+        """Returns keys and values of pages in device memory: a pair of ``PackedSide`` if ``packed``."""
         layout = self._layout
         if not packed:
             pages = memory.view(layout.dtype).view(layout.pages_shape(-1))
