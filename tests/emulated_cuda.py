@@ -21,6 +21,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -32,6 +33,7 @@ from emulated_gpu import (
     CUDA,
     DEVICES,
     GPUS,
+    MEMORY,
     PINNED,
     SCHEDULES,
     Event,
@@ -63,7 +65,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_kv.packed import PackedSide
 
-MEMORY = 24 * 2**30
 _CPU = torch.device("cpu")
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -649,12 +650,12 @@ class _HostMemory(Memory):
 
 def _reset_peak(device: object = None) -> None:
     one = GPUS.devices[index_of(device)]
-    one.peak = one.allocated
+    one.peak, one.allocator.peak = one.allocated, one.allocator.reserved
 
 
 def _of_device(name: str) -> Callable[[object], Any]:
     def read(device: object = None) -> Any:
-        return getattr(GPUS.devices[index_of(device)], name)
+        return attrgetter(name)(GPUS.devices[index_of(device)])
 
     return read
 
@@ -668,7 +669,12 @@ def _set_sync_debug(mode: str) -> None:
 
 
 def _free_memory(device: object = None) -> tuple[int, int]:
-    return MEMORY - GPUS.devices[index_of(device)].allocated, MEMORY
+    return MEMORY - GPUS.devices[index_of(device)].allocator.reserved, MEMORY
+
+
+def _empty_cache() -> None:
+    for device in GPUS.devices:
+        device.allocator.empty_cache()
 
 
 def _sleep(cycles: int) -> None:
@@ -709,11 +715,11 @@ def install(schedule: str = "late", seed: int = 0) -> None:
         "get_device_capability": lambda _=None: (8, 9),
         "mem_get_info": _free_memory,
         "memory_allocated": _of_device("allocated"),
-        "memory_reserved": _of_device("allocated"),
+        "memory_reserved": _of_device("allocator.reserved"),
         "max_memory_allocated": _of_device("peak"),
-        "max_memory_reserved": _of_device("peak"),
+        "max_memory_reserved": _of_device("allocator.peak"),
         "reset_peak_memory_stats": _reset_peak,
-        "empty_cache": lambda: None,
+        "empty_cache": _empty_cache,
         "get_per_process_memory_fraction": _of_device("fraction"),
         "set_per_process_memory_fraction": _set_fraction,
         "set_sync_debug_mode": _set_sync_debug,

@@ -23,12 +23,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from emulated_allocator import Block, CachingAllocator
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 EMULATED = "EMULATED_CUDA" in os.environ
 """Whether the tests run on it; its value is one of `SCHEDULES`."""
 SCHEDULES = ("late", "soon", "random", "engine")
+MEMORY = 24 * 2**30
+"""Bytes of each device."""
 DEVICES = int(os.environ.get("EMULATED_GPUS", "2"))
 CUDA = torch.device("cuda", 0)
 Run = Callable[[], object]
@@ -230,6 +233,7 @@ class Device:
     allocated: int = 0
     peak: int = 0
     fraction: float = 1.0
+    allocator: CachingAllocator = field(default_factory=lambda: CachingAllocator(MEMORY))
     engines: dict[bool, Engine] = field(default_factory=lambda: {False: Engine(), True: Engine()})
 
 
@@ -518,10 +522,27 @@ class Memory:
             GPUS.begins[self.address] = self.stream, self.stream.submitted
         self.used_by: set[Stream] = set()
         self.keep = capturing()  # in the graph's own pool
+        self.block = self._allocate(content.nbytes)
         self.device.allocated += content.nbytes
         self.device.peak = max(self.device.peak, self.device.allocated)
 
+    def _allocate(self, size: int) -> Block | None:
+        """Raises OutOfMemoryError."""
+        allocator = self.device.allocator
+        allocator.capacity = int(self.device.fraction * MEMORY)
+        block = allocator.allocate(size, self.stream) if size else None
+        if size and block is None:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {size} bytes on the emulated GPU {self.device.number}: "
+                f"{allocator.reserved} of {allocator.capacity} are reserved"
+            )
+        return block
+
     def __del__(self) -> None:
+        if not hasattr(self, "block"):
+            return  # there was no memory for it
+        if self.block is not None:
+            self.device.allocator.free(self.block)
         self.device.allocated -= self.content.nbytes
         GPUS.begins.pop(self.address, None)
         if not self.keep:

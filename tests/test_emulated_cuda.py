@@ -8,9 +8,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from emulated_gpu import CUDA, EMULATED, GPUS
+from emulated_gpu import CUDA, DEVICES, EMULATED, GPUS, MEMORY
 from small_engine import PROMPT, again
 from test_streaming_engine import small_llm
+from torch import Tensor
 
 from cpu_kv import CopyFailed
 from cpu_kv.cuda_link import _CudaEvent
@@ -168,3 +169,49 @@ def test_a_wait_that_is_missing_changes_what_is_written(
             without.setattr(MappedBuffer, "mark_used", lambda buffer: None)
         found = again(context, params).tokens
     assert expected and found != expected
+
+
+def test_the_allocator_reserves_segments() -> None:
+    """Of 2 MiB for small requests, of 20 below 10 MiB, and whole 2 MiB for others; streams share none."""
+    device, mib = torch.device("cuda", DEVICES - 1), 2**20
+    torch.cuda.empty_cache()
+    begun, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+
+    def reserved() -> float:
+        return (torch.cuda.memory_reserved(device) - begun) / mib
+
+    def make(size: float) -> Tensor:
+        return torch.empty(int(size * mib), dtype=torch.uint8, device=device)
+
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        small, middle = [make(0.7), make(0.7)], [make(3), make(7), make(9.5)]
+        assert reserved() == 2 + 20
+        large = make(11)
+        assert reserved() == 2 + 20 + 12
+        assert torch.cuda.memory_allocated(device) - allocated == sum(
+            one.nbytes for one in (*small, *middle, large)
+        )
+        del large
+        assert reserved() == 34, "it is kept for the next request of the stream"
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            other = make(11)
+            assert reserved() == 46
+        again = make(10.5)
+        assert reserved() == 46
+        del middle[1], middle[1]
+        middle.append(make(16))
+        assert reserved() == 46, "free neighbours are one block"
+        del again, other
+        torch.cuda.empty_cache()
+        assert reserved() == 22
+        assert torch.cuda.max_memory_reserved(device) - begun >= 46 * mib
+
+
+def test_what_has_no_room_is_refused() -> None:
+    device = torch.device("cuda", DEVICES - 1)
+    torch.cuda.set_per_process_memory_fraction(2**20 / MEMORY, device)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 3145728 bytes"):
+            torch.empty(3 * 2**20, dtype=torch.uint8, device=device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
