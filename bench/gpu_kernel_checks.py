@@ -20,7 +20,7 @@ from bench.random_models import random_model, random_prompt
 from bench.recorded_text import RecordedText
 from bench.results import Row
 from cpu_kv import CudaLink, KVLayout, PagedKVStore, SlabAllocator, TransferEngine, head_major
-from cpu_kv.packed import PackedShape
+from cpu_kv.packed import PackedShape, PackedSide
 from offload_rt.attention import operators
 from offload_rt.attention.backends import TorchCudaBackend, fold, use_triton
 from offload_rt.attention.mass import Sample
@@ -135,9 +135,12 @@ def _quantized(given: Given, heads: int, kv_heads: int, bits: int) -> tuple[floa
 
 @torch.inference_mode()
 def packed_pages(given: Given) -> Iterator[Row]:
-    """Packs and unpacks pages bit by bit, by kernels, and through store, link and ring; fails on any bit."""
+    """Packs and unpacks pages bit by bit, by kernels, and through store, link and ring; fails on any bit.
+
+    Attends to them as they are, with 17 queries, and compares with float64.
+    """
     device, codec = given.device, machine_codec()
-    for name, (_, kv_heads) in SHAPES.items():
+    for name, (heads, kv_heads) in SHAPES.items():
         shape, count = PackedShape(kv_heads, PAGE, HEAD_DIM), given.sizes.pages * 8 // kv_heads
         values = drawn(count, 2, kv_heads, PAGE, HEAD_DIM, device=device, escapes=True)
         packed = codec.encode(shape, values)
@@ -152,7 +155,31 @@ def packed_pages(given: Given) -> Iterator[Row]:
         yield {f"{name}_pack_s_of_128k_tokens": prompts * milliseconds(given, pack) / 1e3}
         if not same:
             yield {"failed": f"{name}: pages are packed or unpacked to other bits"}
+        queries = fold(drawn(heads, 17, HEAD_DIM, device=device), kv_heads)
+        yield from _packed_attention(given, name, queries, values)
     yield from _through_the_ring(given)
+
+
+def _packed_attention(given: Given, name: str, queries: Tensor, pages: Tensor) -> Iterator[Row]:
+    """Yields the error of attention over packed pages, its GB/s, and its time by that over raw pages."""
+    backend, scale = TorchCudaBackend(), HEAD_DIM**-0.5
+    shape = PackedShape(pages.shape[2], PAGE, HEAD_DIM)
+    packed = machine_codec().encode(shape, pages)
+    sides = PackedSide.pair(packed, shape, machine_codec())
+    attend, attend_raw = (
+        partial(backend.add, None, queries, *pair, scale, None)
+        for pair in (sides, (pages[:, 0], pages[:, 1]))
+    )
+    found, worst = attend(), 0.0
+    for head in range(0, len(queries), max(1, len(queries) // 4)):  # float64, a few heads at a time
+        keys, values = (head_major(pages[:, side])[head, None] for side in range(2))
+        wanted = exact(queries[head : head + 1], keys, values, scale)
+        worst = max(worst, largest_error([one[head : head + 1] for one in found], wanted))
+    ms = milliseconds(given, attend)
+    yield {f"{name}_packed_off": worst, f"{name}_packed_gb_s": packed.nbytes / ms / 1e6}
+    yield {f"{name}_packed_over_raw": ms / milliseconds(given, attend_raw)}
+    if not worst < ALLOWED_ERROR:
+        yield {"failed": f"{name}: attention over packed pages is {worst:.2g} off"}
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The caching allocator of torch for CUDA, without memory: which segments it reserves for what is allocated.
 
-Requests of up to 1 MiB share segments of 2 MiB, those below 10 MiB segments of 20 MiB, and larger ones get
-segments of their own, in whole 2 MiB. A stream keeps its free blocks: another stream gets other segments. As in
-`c10/cuda/CUDACachingAllocator.cpp`, without its options.
+Small requests, of up to 1 MiB, share segments of 2 MiB, those below 10 MiB segments of 20 MiB. Larger ones
+have segments of their own, in whole 2 MiB. A stream keeps its free blocks; another stream gets new segments.
+`c10/cuda/CUDACachingAllocator.cpp` does so, without its options.
 """
 
 from __future__ import annotations

@@ -533,7 +533,7 @@ class Memory:
         block = allocator.allocate(size, self.stream) if size else None
         if size and block is None:
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {size} bytes on the emulated GPU {self.device.number}: "
+                f"CUDA out of memory. Tried to allocate {size} bytes on emulated GPU {self.device.number}: "
                 f"{allocator.reserved} of {allocator.capacity} are reserved"
             )
         return block
