@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from bench import COMMANDS
-from offload_rt.cli import Parser
+from offload_rt.commands.cli import Parser
 from offload_rt.commands.exits import run_program
 
 

@@ -28,9 +28,9 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import AttentionScores, chunk_scores, top_chunks
 from offload_rt.caches.speculative import SpeculativeTokens
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.engine.sequence import TokenSequence
-from offload_rt.sampling import Sampler
-from offload_rt.toml import load_config
+from offload_rt.sampling.sampler import Sampler
 
 DEPTHS = 5  # at which passages are planted
 ROUND = 8

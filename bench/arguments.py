@@ -11,10 +11,11 @@ from typing import Any
 
 from offload_rt.commands.options import add_overrides
 from offload_rt.commands.prompts import BUILT_IN, built_in
-from offload_rt.config import NO_DRAFT
-from offload_rt.documents import read_document
+from offload_rt.config.schema import NO_DRAFT
+from offload_rt.machine.devices import DEVICES, DTYPES
 from offload_rt.model.hub import DEMO
-from offload_rt.model.loading import DEVICES, DTYPES, demo_model
+from offload_rt.model.loading import demo_model
+from offload_rt.text.documents import read_document
 
 Source = str | Path
 """A folder or a hub id, or, as a `Path`, a model of the demo pair."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload_rt.config import Config
+from offload_rt.config.files import parse_override
+from offload_rt.config.schema import Config
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.errors import UsageError
-from offload_rt.toml import load_config, parse_override
 
 HELD = "acceptance"
 """A setting of a system that is no configuration key: the rate at which a synthetic rule holds acceptance."""

@@ -13,9 +13,10 @@ from typing import Any
 from bench.results import Row
 from bench.texts import Texts
 from cpu_kv import PacedLink
-from offload_rt.api import LLM
-from offload_rt.context import Context
-from offload_rt.results import GenerationResult, SamplingParams
+from offload_rt.api.context import Context
+from offload_rt.api.llm import LLM
+from offload_rt.engine.results import GenerationResult
+from offload_rt.sampling.params import SamplingParams
 
 BUDGET_SHARE = 32  # the retrieved cache holds one over this of the context
 PLAIN_TOKENS = 16  # that plain decoding is timed over

@@ -13,9 +13,9 @@ from bench import arguments as args
 from bench.continued import Continued
 from bench.results import Row
 from bench.study import Part, Study
-from offload_rt.api import LLM
-from offload_rt.results import SamplingParams
-from offload_rt.text import common_beginning
+from offload_rt.api.llm import LLM
+from offload_rt.sampling.params import SamplingParams
+from offload_rt.text.tokenize import common_beginning
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from bench.results import RESULTS, Row, cell, envelope
 from bench.runner import ROOT
 from bench.worker import cap
 from offload_rt.errors import UsageError
-from offload_rt.files import check_writable
 from offload_rt.machine.cuda import no_cuda_device
+from offload_rt.machine.devices import choose_device
 from offload_rt.machine.inventory import read_versions
 from offload_rt.machine.measuring import CPU
-from offload_rt.model.loading import choose_device
+from offload_rt.system.files import check_writable
 
 CHECKS: dict[str, Callable[[Given], Iterable[Row]]] = {
     "kernels": gpu_kernel_checks.kernels,

@@ -22,13 +22,13 @@ from bench.results import Row
 from cpu_kv import CudaLink, Event, KVLayout, SlabAllocator, head_major
 from cpu_kv.mapped import computed_copy, device_view
 from cpu_kv.streams import device_streams
-from offload_rt.attention import triton_operators
 from offload_rt.attention.backends import AttentionBackend, choose_backend, fold, folded_mask
 from offload_rt.attention.sums import AttentionSum
-from offload_rt.config import StoreConfig
+from offload_rt.config.schema import StoreConfig
 from offload_rt.errors import first_line
-from offload_rt.machine.hardware import GIB
+from offload_rt.kernels import triton_operators
 from offload_rt.machine.measuring import least_seconds, seconds
+from offload_rt.system.hardware import GIB
 
 MIB = 2**20
 BULK_BYTES, BULK_COPIES = 64 * MIB, 3

@@ -26,9 +26,8 @@ from cpu_kv.streams import device_streams
 from offload_rt.attention.backends import choose_backend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import Config
-from offload_rt.host import to_host
-from offload_rt.machine.hardware import GIB
+from offload_rt.config.schema import Config
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.measuring import seconds
 from offload_rt.model.config_shapes import from_config
@@ -37,7 +36,8 @@ from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
-from offload_rt.toml import load_config
+from offload_rt.system.device_copies import to_host
+from offload_rt.system.hardware import GIB
 
 NOTHING_RESIDENT = {"offload.resident_tokens": 0, "offload.cpu_tokens": 0}
 HELD = 0.92  # acceptance of drafts, synthetic: weights are random

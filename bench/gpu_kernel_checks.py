@@ -21,15 +21,15 @@ from bench.recorded_text import RecordedText
 from bench.results import Row
 from cpu_kv import CudaLink, KVLayout, PagedKVStore, SlabAllocator, TransferEngine, head_major
 from cpu_kv.packed import PackedShape, PackedSide
-from offload_rt.attention import operators
 from offload_rt.attention.backends import TorchCudaBackend, fold, use_triton
 from offload_rt.attention.mass import Sample
-from offload_rt.attention.quantized import QuantizedKV
+from offload_rt.attention.page_codec import machine_codec
 from offload_rt.caches.selection import NONE, choose_of_layers
+from offload_rt.drafting.levels.configs import load_config
+from offload_rt.kernels import operators
+from offload_rt.kernels.quantized import QuantizedKV
 from offload_rt.model.cuda_graphs import GraphedModel
-from offload_rt.page_codec import machine_codec
-from offload_rt.text import common_beginning
-from offload_rt.toml import load_config
+from offload_rt.text.tokenize import common_beginning
 
 SHAPES = {"llama2-7b": (32, 32), "llama3.1-8b": (32, 8)}
 """Heads and key heads."""
@@ -82,7 +82,7 @@ def kernels(given: Given) -> Iterator[Row]:
 
 def _attention_and_mass(given: Given, heads: int, kv_heads: int, count: int) -> tuple[float, float]:
     """Returns the largest error, and GB/s of keys and values."""
-    from offload_rt.attention import triton_operators  # Triton is not in every installation
+    from offload_rt.kernels import triton_operators  # Triton is not in every installation
 
     device, scale, sample = given.device, HEAD_DIM**-0.5, Sample.of(count)
     queries = fold(drawn(heads, count, HEAD_DIM, device=device), kv_heads)
@@ -115,7 +115,7 @@ def _attention_and_mass(given: Given, heads: int, kv_heads: int, count: int) -> 
 
 def _quantized(given: Given, heads: int, kv_heads: int, bits: int) -> tuple[float, float]:
     """Returns the largest error beside the plain form, and GB/s of codes and ranges."""
-    from offload_rt.attention import triton_operators
+    from offload_rt.kernels import triton_operators
 
     device, tokens = given.device, given.sizes.quantized_entries
     layout = KVLayout(1, kv_heads, HEAD_DIM, torch.bfloat16)

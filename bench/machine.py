@@ -11,9 +11,9 @@ import psutil
 import torch
 import transformers
 
-from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inventory import processor_name
 from offload_rt.machine.measuring import memory_rate
+from offload_rt.system.hardware import GIB
 
 READ_BYTES = GIB  # far more than any processor caches
 

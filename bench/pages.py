@@ -15,15 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.results import Row
 from bench.study import Part, Study, elapsed_ms
 from cpu_kv import KVLayout, PacedLink, TransferCounters
-from offload_rt.api import LLM
+from offload_rt.api.llm import LLM
 from offload_rt.attention.backends import torch_threads
+from offload_rt.attention.page_codec import machine_codec
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.sizes import stored_layout
 from offload_rt.commands.prompts import built_in
 from offload_rt.machine.measuring import CPU
 from offload_rt.model.loading import demo_model, load_model, load_tokenizer
 from offload_rt.model.passes import PassInput
-from offload_rt.page_codec import machine_codec
 
 
 @dataclass(frozen=True)

@@ -20,22 +20,22 @@ from bench.continued import BUDGET_SHARE, Continued
 from bench.results import Row
 from bench.study import Part, Study
 from bench.texts import passed, recompose, take
-from offload_rt.config import LevelConfig
-from offload_rt.drafting.expectations import (
+from offload_rt.config.draft_shape import DraftShape
+from offload_rt.config.priors import (
     DRAFT_LENGTHS,
     LATER_CHOICES,
     ceiling,
     expected_speedup,
     expected_tokens,
 )
+from offload_rt.config.schema import LevelConfig
+from offload_rt.drafting.levels.base import needs_draft_model
+from offload_rt.drafting.levels.configs import load_config
+from offload_rt.drafting.levels.sources import DatastoreLevel
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.sequoia import TreePlan
-from offload_rt.drafting.shapes import DraftShape
-from offload_rt.levels.base import needs_draft_model
-from offload_rt.levels.sources import DatastoreLevel
 from offload_rt.model.hub import DEMO
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.toml import load_config
 
 TEMPERATURES = {0.0: 2.31, 0.2: 2.25, 0.4: 2.20, 0.6: 2.19, 0.8: 2.08, 1.0: 2.08, 1.2: 2.02}
 GAMMA_1 = dict(enumerate((2.30, 2.31, 2.24, 2.17, 2.09, 2.01, 1.92, 1.83), 1))  # with γ2 = 6

@@ -27,21 +27,22 @@ from bench.rounds import RATIO, alike, worst
 from cpu_kv import ElementType, KVLayout, PagedKVStore
 from offload_rt.attention.backends import choose_backend
 from offload_rt.attention.sums import AttentionSum
+from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
 from offload_rt.caches.sizes import GpuTier
-from offload_rt.config import StoreConfig
-from offload_rt.drafting.shapes import DraftShape
+from offload_rt.config.draft_shape import DraftShape
+from offload_rt.config.schema import StoreConfig
+from offload_rt.drafting.levels.base import Cost
 from offload_rt.errors import UsageError
-from offload_rt.files import check_writable, write_json
-from offload_rt.levels.base import Cost
-from offload_rt.machine.hardware import AttentionRate, Gpu, Hardware, Host
+from offload_rt.machine.devices import DTYPES
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.measuring import CPU, compute_rate, seconds
-from offload_rt.model.layer_kinds import LayerKind, LayerKinds, Recurrence
-from offload_rt.model.loading import DTYPES
+from offload_rt.model.layer_kinds import Recurrence
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.planner import with_budget
 from offload_rt.planning.prediction import Predictor, attention_rate
+from offload_rt.system.files import check_writable, write_json
+from offload_rt.system.hardware import AttentionRate, Gpu, Hardware, Host
 
 AMPLE_BYTES = 2**50  # of memory: what was run did fit
 ATTENTION_REPEATS = 7

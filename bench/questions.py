@@ -21,9 +21,9 @@ from bench.continued import Continued
 from bench.results import Row
 from bench.study import Part, Study
 from cpu_kv.sizes import dtype_name
-from offload_rt.api import LLM
-from offload_rt.context import Context
-from offload_rt.results import SamplingParams
+from offload_rt.api.context import Context
+from offload_rt.api.llm import LLM
+from offload_rt.sampling.params import SamplingParams
 
 T = TypeVar("T")
 QUESTION = "\n\nWho is Ahab, and what does he want?\n\nAnswer:"

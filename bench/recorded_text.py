@@ -9,15 +9,16 @@ from bench.synthetic_acceptance import hold_acceptance
 from bench.systems import Prompt
 from cpu_kv import Link
 from cpu_kv.link import CopyRecord, RecordingLink
-from offload_rt.config import Config
+from offload_rt.config.schema import Config
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine.engine import Engine
+from offload_rt.engine.output import OutputProcessor, finish
+from offload_rt.engine.results import GenerationResult
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.model.runner import CausalModel
-from offload_rt.output import OutputProcessor, finish
-from offload_rt.results import GenerationResult, SamplingParams
-from offload_rt.sampling import GeneratorDraws, Sampler
-from offload_rt.timeline import Timeline
+from offload_rt.sampling.params import SamplingParams
+from offload_rt.sampling.sampler import GeneratorDraws, Sampler
+from offload_rt.system.timeline import Timeline
 
 
 class RecordedText:

@@ -15,8 +15,8 @@ import torch
 from bench import COMMANDS, machine
 from bench.arguments import say
 from offload_rt.errors import UsageError
-from offload_rt.files import check_writable, write_json, write_whole
-from offload_rt.installation import install_extra
+from offload_rt.system.files import check_writable, write_json, write_whole
+from offload_rt.system.installation import install_extra
 
 Row = dict[str, Any]
 """A row of a table, or a record; the values are JSON."""

@@ -17,7 +17,7 @@ from bench.random_models import random_prompt
 from bench.results import Row
 from bench.study import Part, Study, elapsed_ms
 from cpu_kv import Link, PacedLink
-from offload_rt.api import LLM
+from offload_rt.api.llm import LLM
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local_history import copied, state_tensors
 from offload_rt.engine.sequence import TokenSequence

@@ -12,7 +12,7 @@ from bench.results import Row, pyplot
 from cpu_kv.link import CopyRecord
 from offload_rt.engine.controller import RoundTimes
 from offload_rt.errors import UsageError
-from offload_rt.timeline import Span
+from offload_rt.system.timeline import Span
 
 PLAIN = "ours:plain"
 NOTHING_AHEAD = "offload.ahead=0"

@@ -23,8 +23,8 @@ from typing import Any
 from bench.cases import Named
 from bench.results import Row, spread
 from bench.systems import Prompt, Setup
-from offload_rt.machine.hardware import GIB
-from offload_rt.machine.memory import available_memory
+from offload_rt.system.hardware import GIB
+from offload_rt.system.memory import available_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"

@@ -32,10 +32,11 @@ from bench.runner import Job
 from bench.systems import Setup
 from cpu_kv import ElementType
 from offload_rt.errors import UsageError
-from offload_rt.machine.memory import cache_folder
-from offload_rt.model.loading import check_same_tokens, choose_device, load_tokenizer
+from offload_rt.machine.devices import choose_device
+from offload_rt.model.loading import check_same_tokens, load_tokenizer
 from offload_rt.model.named_shapes import find_shape
-from offload_rt.text import encode
+from offload_rt.system.memory import cache_folder
+from offload_rt.text.tokenize import encode
 
 ABOUT = """\
 All systems have the same weights, token IDs and machine, and their own best settings. They continue the same

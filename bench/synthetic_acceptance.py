@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload_rt.config.draft_shape import DraftShape
+from offload_rt.config.priors import RUNNER_UP_HITS
 from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Round, TokenView
-from offload_rt.drafting.expectations import RUNNER_UP_HITS
-from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.rejection_sampling import Draft, Verdict
-from offload_rt.sampling import Draws
+from offload_rt.sampling.rejection import Draft, Verdict
+from offload_rt.sampling.sampler import Draws
 
 
 def hold_acceptance(verifier: Verifier, acceptance: float) -> None:

@@ -17,20 +17,21 @@ from bench.arguments import say
 from cpu_kv import CpuLink, CudaLink, ElementType, Link, PagedKVStore
 from cpu_kv.sizes import dtype_name
 from offload_rt.attention.backends import choose_backend
-from offload_rt.config import Config
+from offload_rt.config.schema import Config
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
 from offload_rt.errors import UsageError
-from offload_rt.machine.hardware import NO_GPU, named_hardware
+from offload_rt.machine.devices import choose_device, choose_dtype
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.config_shapes import shape_of
-from offload_rt.model.loading import choose_device, choose_dtype, load_model, load_tokenizer
+from offload_rt.model.loading import load_model, load_tokenizer
 from offload_rt.model.passes import PassOutput
 from offload_rt.model.runner import CausalModel
 from offload_rt.planning.placement import PlanRequest
-from offload_rt.sampling import GeneratorDraws, Sampler
-from offload_rt.text import encode
-from offload_rt.toml import load_config
+from offload_rt.sampling.sampler import GeneratorDraws, Sampler
+from offload_rt.system.hardware import NO_GPU, named_hardware
+from offload_rt.text.tokenize import encode
 
 READ_ON = ("acceptance", "policies", "layers")
 """Parts of studies that read text behind the context too."""

@@ -28,7 +28,7 @@ from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
-from offload_rt.second_device import SecondDevice
+from offload_rt.system.second_device import SecondDevice
 
 PLANS = ("groups:2@1", "groups:2", "groups:3", "groups:4")
 """EasySpec's alignment leaves layers 1 and 6 of eight alone, too; from layer 1 on, groups are full."""

@@ -21,11 +21,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from cpu_kv import ElementType
 from offload_rt import LLM, SamplingParams
+from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
 from offload_rt.errors import UsageError
-from offload_rt.files import write_whole
 from offload_rt.model.config_shapes import from_config
-from offload_rt.model.layer_kinds import LayerKind, LayerKinds, layer_kinds
+from offload_rt.model.layer_kinds import layer_kinds
 from offload_rt.model.self_check import BORDERS
+from offload_rt.system.files import write_whole
 
 PAGE = Path(__file__).with_suffix(".md")
 EQUAL = "tokens equal"

@@ -3,7 +3,7 @@
 import sys
 
 from offload_rt import LLM
-from offload_rt.documents import read_document
+from offload_rt.text.documents import read_document
 
 if len(sys.argv) < 2:
     sys.exit("usage: python examples/ask.py FILE")

@@ -8,7 +8,7 @@ import torch
 from offload_rt import LLM, SamplingParams
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.sizes import bounded_bytes
-from offload_rt.levels.models import ModelLevel
+from offload_rt.drafting.levels.models import ModelLevel
 
 SPREAD, RECENT = 128, 128
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.drafting.levels.sources import SourceLevel
 from offload_rt.drafting.sources import Source
-from offload_rt.levels.sources import SourceLevel
 
 
 class Phrases(Source):

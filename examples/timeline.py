@@ -8,7 +8,7 @@ import torch
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.model.loading import demo_model, load_model, load_tokenizer
-from offload_rt.timeline import Span, Timeline
+from offload_rt.system.timeline import Span, Timeline
 
 if len(sys.argv) < 2:
     sys.exit("usage: python examples/timeline.py FILE")

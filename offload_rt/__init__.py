@@ -1,13 +1,14 @@
 """Lossless generation from very long prompts, with the full KV cache paged in CPU memory."""
 
 from offload_rt.errors import UsageError
-from offload_rt.openmp import wait_passively
+from offload_rt.system.openmp import wait_passively
 
 TYPE_CHECKING = False  # true to type checkers; importing typing would delay the program's start
 if TYPE_CHECKING:
-    from offload_rt.api import LLM
-    from offload_rt.context import Context, TokenStream
-    from offload_rt.results import GenerationResult, SamplingParams, TokenEvent
+    from offload_rt.api.context import Context, TokenStream
+    from offload_rt.api.llm import LLM
+    from offload_rt.engine.results import GenerationResult, TokenEvent
+    from offload_rt.sampling.params import SamplingParams
 
 wait_passively()
 
@@ -25,5 +26,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    homes = {"LLM": "api", "Context": "context", "TokenStream": "context"}
-    return getattr(importlib.import_module(f"offload_rt.{homes.get(name, 'results')}"), name)
+    homes = {
+        "LLM": "api.llm",
+        "Context": "api.context",
+        "TokenStream": "api.context",
+        "SamplingParams": "sampling.params",
+    }
+    return getattr(importlib.import_module(f"offload_rt.{homes.get(name, 'engine.results')}"), name)

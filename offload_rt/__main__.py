@@ -11,7 +11,7 @@ if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
 
 def main() -> int:
     """Runs the command line of the process; returns the exit code."""
-    from offload_rt import cli
+    from offload_rt.commands import cli
 
     return cli.main()
 

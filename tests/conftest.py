@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from offload_rt.openmp import has_nvidia_driver
+from offload_rt.system.openmp import has_nvidia_driver
 
 EMULATED_CUDA = "EMULATED_CUDA" in os.environ
 # Before anything imports Triton: where there is no GPU, its interpreter runs the kernels.

@@ -19,18 +19,18 @@ from table_models import VOCABULARY, Composition, TableModel
 from torch import Tensor
 
 from offload_rt.caches.local import LocalState
+from offload_rt.config.draft_shape import DraftShape
 from offload_rt.drafting.head_drafter import HeadModel
-from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.controller import SpeculationController
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.model.scheduler import BatchRunner, LevelStats, Outputs, Passed
-from offload_rt.sampling import Draws, Sampler, choices
-from offload_rt.second_device import SecondDevice
-from offload_rt.timeline import NO_TIMELINE
-from offload_rt.tokens import Tokens
-from offload_rt.trees import ROOT, Tree
+from offload_rt.sampling.sampler import Draws, Sampler, choices
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.sampling.trees import ROOT, Tree
+from offload_rt.system.second_device import SecondDevice
+from offload_rt.system.timeline import NO_TIMELINE
 
 NEGLIGIBLE = 1e-12
 """Choices of a lower probability come from rounding, and are left out."""

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from offload_rt.machine import measuring
-from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 from offload_rt.machine.inspection import Report
 from offload_rt.machine.inventory import GpuFacts, HostFacts
+from offload_rt.system.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 
 HOST = Host(
     memory_bytes=92 * GIB,

@@ -12,14 +12,15 @@ import pytest
 from machine_cases import DESKTOP, GPU, HOST
 
 from cpu_kv import ElementType
-from offload_rt.drafting.shapes import DraftShape
-from offload_rt.machine.hardware import Hardware
+from offload_rt.config.draft_shape import DraftShape
+from offload_rt.config.files import parse_override
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import Quantization
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
 from offload_rt.planning.prediction import Predictor, RoundTime
-from offload_rt.toml import load_config, parse_override
+from offload_rt.system.hardware import Hardware
 
 LLAMA = replace(find_shape("llama2-7b", None), max_positions=2**18)
 JF68M = find_shape("jf68m", None)

@@ -24,12 +24,12 @@ from small_engine import SIZES
 from tiny_models import byte_tokenizer, noisy_copy, tiny_target
 
 from offload_rt import LLM
+from offload_rt.api.sessions import SessionFolder
 from offload_rt.engine.engine import Engine
 from offload_rt.server.app import Service, create_app
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.prefixes import PrefixPool
 from offload_rt.server.worker import Worker
-from offload_rt.sessions import SessionFolder
 
 NAME = "tiny"
 ASCII = 128

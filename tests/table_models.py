@@ -20,15 +20,15 @@ from offload_rt.caches.base import NewTokens, VerifiedTokens
 from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.caches.split import SplitCache
+from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
-from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.model.draft_head import Head
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
-from offload_rt.second_device import SecondDevice
+from offload_rt.system.second_device import SecondDevice
 
 VOCABULARY = 5
 LAYERS = 5

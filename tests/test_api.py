@@ -21,10 +21,11 @@ from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from transformers import PreTrainedModel
 
 import offload_rt
-from offload_rt import LLM, SamplingParams, UsageError, clock, native
+from offload_rt import LLM, SamplingParams, UsageError
 from offload_rt.engine import controller
-from offload_rt.machine import memory
+from offload_rt.kernels import native
 from offload_rt.planning.prediction import Predictor, RoundTime
+from offload_rt.system import clock, memory
 
 ASCII = 128
 PROMPT = byte_ids(100, vocabulary=ASCII)

@@ -21,14 +21,16 @@ from test_chat import LLAMA, tokenizer, user
 from tiny_models import tiny_target
 from transformers import GenerationConfig
 
-from offload_rt import LLM, Context, SamplingParams, cli, clock
-from offload_rt.chat import with_question
+from offload_rt import LLM, Context, SamplingParams
 from offload_rt.commands import chat as chat_command
+from offload_rt.commands import cli
 from offload_rt.commands.console import Console
 from offload_rt.commands.generate import write_text
 from offload_rt.engine.engine import Engine
-from offload_rt.saved_context import SavedContext
-from offload_rt.thoughts import FORMATS, ReadableThoughts, ThoughtSplitter
+from offload_rt.engine.prefix_file import SavedContext
+from offload_rt.system import clock
+from offload_rt.text.chat import with_question
+from offload_rt.text.thoughts import FORMATS, ReadableThoughts, ThoughtSplitter
 
 BOOK = "Call me Ishmael. " * 20
 

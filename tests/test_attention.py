@@ -21,7 +21,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_kv import head_major
-from offload_rt.attention import operators
 from offload_rt.attention.backends import (
     AttentionBackend,
     FlashAttnBackend,
@@ -38,8 +37,9 @@ from offload_rt.attention.backends import (
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens, sees_entries
 from offload_rt.caches.speculative import SpeculativeTokens
-from offload_rt.openmp import WAIT_POLICY, wait_passively
-from offload_rt.tokens import Tokens
+from offload_rt.kernels import operators
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.system.openmp import WAIT_POLICY, wait_passively
 
 DIM = 32
 SCALE = DIM**-0.5

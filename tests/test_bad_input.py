@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, tiny_target
 
-from offload_rt import cli
+from offload_rt.commands import cli
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.drafting.base import Round
 from offload_rt.engine import decode
 from offload_rt.engine.engine import Engine
+from offload_rt.engine.results import GenerationResult
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
-from offload_rt.results import GenerationResult
 
 PROMPTS = [PROMPT, byte_ids(70, start=500), byte_ids(1), byte_ids(37, start=900)]
 LENGTHS = (14, 6, 9, 12)

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from bench import COMMANDS, acceptance, model_card, needles, results, study, texts
 from bench.model_card import MODEL_CARD, Sizes, of_change, token_losses, window_of
 from bench.texts import sequence_over, take
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.runner import CausalModel
-from offload_rt.toml import load_config
 
 
 @pytest.fixture(scope="module")

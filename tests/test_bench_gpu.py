@@ -37,14 +37,15 @@ from bench.rounds import Recorded
 from bench.systems import ours
 from cpu_kv import PacedLink
 from cpu_kv.link import CopyRecord
-from offload_rt.attention import backends, operators
+from offload_rt.attention import backends
 from offload_rt.attention.backends import TorchCudaBackend
 from offload_rt.caches.remote import GpuAttention
+from offload_rt.kernels import operators
 from offload_rt.machine import inspection
-from offload_rt.machine.hardware import Hardware, named_hardware
 from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.loading import load_model
-from offload_rt.second_device import SecondDevice
+from offload_rt.system.hardware import Hardware, named_hardware
+from offload_rt.system.second_device import SecondDevice
 
 CPU = torch.device("cpu")
 GIB = 2**30

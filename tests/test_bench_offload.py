@@ -33,12 +33,12 @@ from bench.rounds import (
 )
 from cpu_kv import CudaLink, PacedLink
 from cpu_kv.link import CopyRecord
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.engine.controller import RoundTimes, SpeculationController
 from offload_rt.errors import UsageError
-from offload_rt.machine.hardware import named_hardware
 from offload_rt.model.cuda_graphs import GraphedModel
-from offload_rt.timeline import Span
-from offload_rt.toml import load_config
+from offload_rt.system.hardware import named_hardware
+from offload_rt.system.timeline import Span
 
 LATE, AHEAD = "ours:retrieval+offload.ahead=0", "ours:retrieval"
 

@@ -14,8 +14,8 @@ from tiny_models import byte_tokenizer, real_text
 
 from bench import paper
 from bench.paper import PAPER, Sizes, acceptance_of, expected_of
+from offload_rt.config.priors import LATER_CHOICES
 from offload_rt.drafting.datastore import build
-from offload_rt.drafting.expectations import LATER_CHOICES
 
 SHAPES = ("chain@2", "chain@6", "sequences:2@6", "grown:24@6")
 FEWER = {

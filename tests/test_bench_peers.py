@@ -17,7 +17,7 @@ from bench.cases import CASES
 from bench.results import Row, spread
 from bench.runner import Job, SystemFailed, Worker
 from offload_rt.model.loading import demo_model, load_tokenizer
-from offload_rt.text import encode
+from offload_rt.text.tokenize import encode
 
 FAKE = """
 import os, sys, time

@@ -30,7 +30,7 @@ from offload_rt.caches.retrieved import RefreshSchedule, RetrievedCache
 from offload_rt.caches.selection import LAST_QUERIES, AttentionScores, MeanKeyScores, Selection
 from offload_rt.caches.shared import SharedCache
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.config import RefreshPolicy
+from offload_rt.config.schema import RefreshPolicy
 from offload_rt.engine.prefill import PromptAttention
 
 LAYERS, KV_HEADS, HEADS, DIM = 2, 2, 4, 8

@@ -15,9 +15,10 @@ from small_engine import SIZES
 from tiny_models import byte_tokenizer, tiny_target
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from offload_rt import LLM, SamplingParams, UsageError, clock
-from offload_rt.chat import ChatTemplate, checked_messages, with_question
+from offload_rt import LLM, SamplingParams, UsageError
 from offload_rt.model.loading import demo_model, load_tokenizer
+from offload_rt.system import clock
+from offload_rt.text.chat import ChatTemplate, checked_messages, with_question
 
 LLAMA = """{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|end|>
 

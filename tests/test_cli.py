@@ -26,16 +26,15 @@ import torch
 
 import bench.__main__
 from cpu_kv import CopyFailed, PacedLink
-from offload_rt import cli
+from offload_rt.commands import cli, demo, generate, prompts
 from offload_rt.commands import console as console_module
-from offload_rt.commands import demo, generate, prompts
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import run_program
 from offload_rt.commands.prompts import BUILT_IN_TOKENS
 from offload_rt.errors import UsageError
 from offload_rt.machine.other_work import OtherWork
 from offload_rt.model import loading
-from offload_rt.results import SamplingParams
+from offload_rt.sampling.params import SamplingParams
 
 WORDS = ["some", " words", " written", " by", " a", " model", " that", " is", " none"]
 TEXT = "".join(WORDS)
@@ -158,9 +157,9 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     class LLM(FakeLLM):
         pass
 
-    api: Any = ModuleType("offload_rt.api")
+    api: Any = ModuleType("offload_rt.api.llm")
     api.LLM, api.SamplingParams = LLM, SimpleNamespace
-    monkeypatch.setitem(sys.modules, "offload_rt.api", api)
+    monkeypatch.setitem(sys.modules, "offload_rt.api.llm", api)
     monkeypatch.setattr(loading, "load_tokenizer", lambda source: CharacterTokenizer())
     monkeypatch.setattr("offload_rt.model.hub.located", lambda source: source)  # the hub has any model
     return LLM
@@ -586,7 +585,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_command_line_is_read_without_torch() -> None:
     """Importing it takes seconds: help, and what is wrong with a flag, a key or a file, need not wait."""
-    script = "import sys; from offload_rt import cli\n"
+    script = "import sys; from offload_rt.commands import cli\n"
     script += "assert cli.main(['plan', '--context', '9', '--set', 'retrieval.budget=-1']) == 2\n"
     script += "assert cli.main(['generate', '--prompt-file', '/no/such/file']) == 2\n"
     for arguments in (["--help"], ["config", "show"], ["config", "path"], ["completion", "bash"]):
@@ -854,7 +853,9 @@ def test_what_cannot_fit_is_refused_before_weights_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload_rt.machine.inspection.available_memory", lambda: 3 * 2**29)
-    monkeypatch.setattr("offload_rt.opening.load_model", lambda *arguments: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "offload_rt.api.opening.load_model", lambda *arguments: pytest.fail("weights were read")
+    )
     arguments = ["generate", "--max-prompt-tokens", "60000", "--set", "retrieval.budget=8192"]
     arguments += ["--dtype", "float32"]
     assert cli.main([*arguments, "--json", str(tmp_path / "out.json")]) == 2

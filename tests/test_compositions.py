@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.engine.controller import RoundTimes
+from offload_rt.engine.results import GenerationResult
 from offload_rt.errors import UsageError
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.results import GenerationResult
 
 PARAMS = SamplingParams(max_tokens=16)
 DEPTH = 3

@@ -11,17 +11,18 @@ from zipfile import ZipFile
 
 import pytest
 
-from offload_rt.config import (
+from offload_rt.config.draft_shape import CHAIN, DraftShape
+from offload_rt.config.files import config_names, parse_override
+from offload_rt.config.schema import (
     AUTOMATIC,
     EVERY,
     Config,
     LevelConfig,
     RefreshPolicy,
 )
-from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.drafting.levels.base import LEVELS, possible
+from offload_rt.drafting.levels.configs import load_config, load_configs
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import LEVELS, possible
-from offload_rt.toml import config_names, load_config, load_configs, parse_override
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from cpu_kv import PacedLink
 from offload_rt import LLM
+from offload_rt.config.draft_shape import CHAIN, DraftShape
+from offload_rt.config.priors import DRAFT_LENGTHS, expected_tokens
 from offload_rt.drafting.base import Round
-from offload_rt.drafting.expectations import DRAFT_LENGTHS, expected_tokens
-from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.engine.controller import (
     CHECKS,
     FIRST_BREAK,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from offload_rt import LLM, SamplingParams, UsageError
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.model.loading import checked_config, demo_model, load_tokenizer
 from offload_rt.model.local_models import LocalModel
-from offload_rt.toml import load_config
 
 LONG, HUGE = "9" * 5000, 10**5000
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"

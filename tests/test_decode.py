@@ -19,13 +19,13 @@ from enumeration import (
 )
 from table_models import Parts, head, small_model, target_over
 
+from offload_rt.config.draft_shape import CHAIN
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.outcomes import chain_outcomes
-from offload_rt.drafting.shapes import CHAIN
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import decode
 from offload_rt.model.scheduler import BatchRunner, LevelStats, Read, run_alone
-from offload_rt.sampling import Sampler
+from offload_rt.sampling.sampler import Sampler
 
 PROMPT = [3, 1, 4, 1, 2]
 TOLERANCE = 1e-9

@@ -11,10 +11,10 @@ from tiny_models import byte_ids, local_model, tiny_target
 from torch import Tensor
 
 from offload_rt.attention.sums import Softmax
+from offload_rt.kernels.dense import MOST_ROWS
+from offload_rt.kernels.native import load_kernel
 from offload_rt.model.dense_layers import DenseHead, DenseLayer, computes_the_same
 from offload_rt.model.runner import CausalModel
-from offload_rt.native import load_kernel
-from offload_rt.native.dense import MOST_ROWS
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no C++ compiler here")
 

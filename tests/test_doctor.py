@@ -14,13 +14,13 @@ import torch
 from machine_cases import HEALTHY, assert_positive, changed
 from machine_cases import tiny as tiny  # a fixture
 
-from offload_rt import cli
+from offload_rt.commands import cli
 from offload_rt.errors import UsageError
 from offload_rt.machine import inspection, measuring
-from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inspection import Report, inspect
-from offload_rt.machine.memory import CACHE_FOLDER
 from offload_rt.machine.recommendations import recommendations
+from offload_rt.system.hardware import GIB
+from offload_rt.system.memory import CACHE_FOLDER
 
 Become = Callable[[dict[str, object]], None]
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from document_files import epub, pdf, pdf_of
 
-from offload_rt import UsageError, clock, documents
-from offload_rt.documents import document_text, read_document
+from offload_rt import UsageError
+from offload_rt.system import clock
+from offload_rt.text import documents
+from offload_rt.text.documents import document_text, read_document
 
 
 def refused(notice: str) -> None:

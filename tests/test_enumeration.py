@@ -27,14 +27,14 @@ from enumeration import (
 )
 from table_models import Level, Parts, head, nothing, small_model, target_over
 
+from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.merged import MergedDrafter, PreferredDrafter
-from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.scheduler import run_alone
-from offload_rt.sampling import Draws, Sampler
+from offload_rt.sampling.sampler import Draws, Sampler
 
 TOLERANCE = 1e-6
 PROMPT = [1, 3, 0, 2, 4, 1, 3]

@@ -27,15 +27,15 @@ from transformers import PreTrainedModel
 from cpu_kv import PacedLink
 from cpu_kv.packed import PackedShape
 from offload_rt import LLM
-from offload_rt.attention.quantized import QuantizedLayer
+from offload_rt.attention.page_codec import MachineCodec
 from offload_rt.caches.sizes import Tiers
 from offload_rt.drafting.verifier import AcceptanceRule, Sampling, lossless
 from offload_rt.engine import engine as engine_module
 from offload_rt.engine.sequence import Continuation
-from offload_rt.native import load_kernel
-from offload_rt.page_codec import MachineCodec
-from offload_rt.rejection_sampling import Draft, Verdict
-from offload_rt.sampling import Draws, Sampler
+from offload_rt.kernels.native import load_kernel
+from offload_rt.kernels.quantized import QuantizedLayer
+from offload_rt.sampling.rejection import Draft, Verdict
+from offload_rt.sampling.sampler import Draws, Sampler
 
 VOCABULARY = 3
 PROMPT = byte_ids(7 * PAGE - 1, vocabulary=VOCABULARY)

@@ -11,8 +11,8 @@ import pytest
 from document_files import CONTAINER, PACKAGE, PAGE, epub
 
 from offload_rt import UsageError
-from offload_rt.documents import document_text
-from offload_rt.documents import epub as epub_module
+from offload_rt.text.documents import document_text
+from offload_rt.text.documents import epub as epub_module
 
 ONE, TWO = "One\n\nCall me Ishmael.", "Two\n\nCafé"
 BOTH = f"{ONE}\n\n{TWO}"

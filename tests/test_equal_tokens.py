@@ -9,7 +9,7 @@ import pytest
 
 from bench import equal_tokens
 from bench.__main__ import main
-from offload_rt.text import common_beginning
+from offload_rt.text.tokenize import common_beginning
 
 
 def rows(folder: Path) -> list[dict[str, float]]:

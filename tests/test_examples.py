@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offload_rt.levels.base import LEVELS
+from offload_rt.drafting.levels.base import LEVELS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 Output = Callable[..., str]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload_rt.errors import UsageError
-from offload_rt.files import check_writable, write_whole
+from offload_rt.system.files import check_writable, write_whole
 
 
 def failing(method: Any, code: int) -> Any:
@@ -95,7 +95,7 @@ def test_where_no_file_can_be_is_told_by_the_option(tmp_path: Path, monkeypatch:
     with pytest.raises(UsageError, match="--json .*/no/file: its folder does not exist; create it first"):
         check_writable("--json", tmp_path / "no" / "file")
     asked: list[Path] = []
-    monkeypatch.setattr("offload_rt.files.os.access", lambda path, _: asked.append(path))
+    monkeypatch.setattr("offload_rt.system.files.os.access", lambda path, _: asked.append(path))
     (tmp_path / "old").touch()
     for name in ("old", "new"):
         with pytest.raises(UsageError, match=f"--out .*/{name}: may not be written; name a file elsewhere"):

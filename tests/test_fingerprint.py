@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tiny_models import tiny_target
 from transformers import PreTrainedModel
 
-from offload_rt.model.fingerprint import checksum, weights_digest
 from offload_rt.model.runner import CausalModel
+from offload_rt.model.weights_digest import checksum, weights_digest
 
 
 def digest(model: PreTrainedModel) -> str:

@@ -17,18 +17,18 @@ from cpu_kv import ElementType, PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.sizes import GpuTier, Tiers
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.engine import engine
 from offload_rt.engine.engine import Engine
 from offload_rt.errors import UsageError
 from offload_rt.machine import inspection
-from offload_rt.machine.hardware import AttentionRate, Hardware, named_hardware
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.config_shapes import from_config
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import GPU_RESERVE_BYTES, PlanRequest
 from offload_rt.planning.planner import Plan, plan, ranked
-from offload_rt.toml import load_config
+from offload_rt.system.hardware import AttentionRate, Hardware, named_hardware
 
 CPU = torch.device("cpu")
 LLAMA = replace(find_shape("llama2-7b", ElementType.BFLOAT16), max_positions=2**18)

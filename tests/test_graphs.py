@@ -23,17 +23,17 @@ from torch import Tensor
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, choose_backend
-from offload_rt.attention.sizes import GROUP, MASKED_PAGE, QuantizedSize
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import MAX_RECORDED_SPECULATION, BoundedCache, fixed_shape_attention
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.streaming import StreamingCache
+from offload_rt.kernels.sizes import GROUP, MASKED_PAGE, QuantizedSize
 from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import PassThread
-from offload_rt.tokens import Tokens
+from offload_rt.sampling.tokens import Tokens
 
 PAGES = 5
 CPU = torch.device("cpu")
@@ -471,7 +471,7 @@ def test_what_recurs_is_recorded_before_the_first_pass(
 
     with opened() as llm:
         expected = [llm.generate(prompt, params).tokens for prompt in prompts]
-    monkeypatch.setattr("offload_rt.opening.GraphedModel", partial(GraphedModel, capture=capture))
+    monkeypatch.setattr("offload_rt.api.opening.GraphedModel", partial(GraphedModel, capture=capture))
     with opened() as llm:
         for prompt, tokens in zip(prompts, expected, strict=True):
             stream = llm.stream(prompt, params)

@@ -13,9 +13,9 @@ from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target, transf
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
+from offload_rt.config.files import config_names
 from offload_rt.model.draft_head import save_head
 from offload_rt.model.runner import CausalModel
-from offload_rt.toml import config_names
 
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 7, 100, 1000, 4000)

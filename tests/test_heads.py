@@ -20,12 +20,13 @@ from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offload_rt import LLM, SamplingParams, cli
+from offload_rt import LLM, SamplingParams
 from offload_rt.caches.base import NewTokens
+from offload_rt.commands import cli
+from offload_rt.config.draft_shape import DraftShape
 from offload_rt.drafting import head_drafter
 from offload_rt.drafting.base import HiddenState, Proposal, TokenView
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
-from offload_rt.drafting.shapes import DraftShape
 from offload_rt.errors import UsageError
 from offload_rt.model.draft_head import DEMO_HEAD, KIND, Head, load_head, save_head
 from offload_rt.model.loading import demo_model, load_model

@@ -14,10 +14,10 @@ from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.drafting.shapes import DraftShape
-from offload_rt.host import to_device, to_host
+from offload_rt.config.draft_shape import DraftShape
 from offload_rt.model import scheduler
 from offload_rt.model.scheduler import run_alone
+from offload_rt.system.device_copies import to_device, to_host
 
 OVERRIDES = {
     "retrieval.budget": 64,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from offload_rt import cli
+from offload_rt.commands import cli
 
 PROGRAM = """
 import sys
-from offload_rt import cli
+from offload_rt.commands import cli
 code = cli.main(sys.argv[1:])
 print(code, *({"torch", "transformers"} & set(sys.modules)))
 """

@@ -16,10 +16,11 @@ from zipfile import ZipFile
 
 import pytest
 
-from offload_rt import cli, installation
+from offload_rt.commands import cli
 from offload_rt.errors import UsageError
-from offload_rt.installation import install_extra, pip_install
-from offload_rt.results import SamplingParams
+from offload_rt.sampling.params import SamplingParams
+from offload_rt.system import installation
+from offload_rt.system.installation import install_extra, pip_install
 
 ROOT = Path(__file__).parents[1]
 COMMIT = "4d7ae0d8d0c3ae3b5b3b3fc9b3ed0a2a34f3ac53"
@@ -77,7 +78,7 @@ def test_a_checkout_that_was_never_installed_installs_itself(monkeypatch: pytest
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(installation.Distribution, "from_name", missing)
-    root = Path(installation.__file__).resolve().parents[1]
+    root = Path(installation.__file__).resolve().parents[2]
     assert install_extra("bench") == f"pip install -e '{root}[bench]'"
 
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from machine_cases import HEALTHY
 
-from offload_rt.machine import inventory, memory
-from offload_rt.machine.hardware import GIB
+from offload_rt.machine import inventory
 from offload_rt.machine.inventory import GpuFacts, driver_gpus, link_now, read_gpus, read_versions
+from offload_rt.system import memory
+from offload_rt.system.hardware import GIB
 
 
 class NVMLError(Exception):

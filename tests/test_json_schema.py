@@ -18,8 +18,8 @@ from tiny_models import byte_tokenizer, noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams, UsageError
-from offload_rt.json_grammar import JsonGrammar, JsonGrammars, checked_schema
 from offload_rt.model.runner import NotANumber
+from offload_rt.text.json_grammar import JsonGrammar, JsonGrammars, checked_schema
 
 
 def record(**properties: object) -> dict[str, object]:

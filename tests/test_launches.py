@@ -16,15 +16,15 @@ from torch import Tensor
 
 from cpu_kv import CudaLink, KVLayout, PagedKVStore, TransferEngine, cuda_link
 from offload_rt import LLM, SamplingParams
+from offload_rt.attention.page_codec import MachineCodec
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import RetrievalRefresh
 from offload_rt.caches.remote import CpuAttention, GpuAttention
 from offload_rt.caches.selection import AttentionScores
 from offload_rt.caches.sizes import GpuTier, Tiers
-from offload_rt.host import to_device, to_host
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
-from offload_rt.page_codec import MachineCodec
+from offload_rt.system.device_copies import to_device, to_host
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,12 +9,12 @@ from small_engine import PROMPT, SIZES, again
 from tiny_models import tiny_target
 
 from offload_rt import LLM
-from offload_rt.levels.base import LEVELS, Level
-from offload_rt.levels.models import RetrievedLevel
-from offload_rt.machine.hardware import named_hardware
+from offload_rt.drafting.levels.base import LEVELS, Level
+from offload_rt.drafting.levels.configs import load_config
+from offload_rt.drafting.levels.models import RetrievedLevel
 from offload_rt.model.named_shapes import SHAPES
 from offload_rt.planning.placement import PlanRequest, host_memory
-from offload_rt.toml import load_config
+from offload_rt.system.hardware import named_hardware
 
 NAME = "target:own"
 OWN = SIZES | {"speculation.levels": [NAME]}

@@ -28,12 +28,14 @@ from tiny_models import (
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 from cpu_kv import SlabAllocator
-from offload_rt import LLM, SamplingParams, native
+from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError
+from offload_rt.kernels import native
+from offload_rt.machine.devices import choose_device, choose_devices, choose_dtype
 from offload_rt.model import hub
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.host_embedding import host_bytes
-from offload_rt.model.loading import choose_device, choose_devices, choose_dtype, load_model, load_tokenizer
+from offload_rt.model.loading import load_model, load_tokenizer
 from offload_rt.model.quantized_weights import stored_bytes
 from offload_rt.model.rope import Yarn
 

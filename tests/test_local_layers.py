@@ -29,12 +29,13 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from cpu_kv import PacedLink
-from offload_rt import LLM, Context, SamplingParams, UsageError, cli
+from offload_rt import LLM, Context, SamplingParams, UsageError
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.sizes import MOST_POINTS
 from offload_rt.caches.tiers import Tail
-from offload_rt.chat import with_question
+from offload_rt.commands import cli
 from offload_rt.engine.prefill import LAST_READ, PromptAttention
+from offload_rt.text.chat import with_question
 
 COUNT = 20
 PARAMS = SamplingParams(max_tokens=COUNT)

@@ -15,12 +15,13 @@ from huggingface_hub import constants
 from machine_cases import HOST
 from tiny_models import MAX_POSITIONS, byte_ids, byte_tokenizer, tiny_target
 
-from offload_rt import LLM, SamplingParams, cli
+from offload_rt import LLM, SamplingParams
+from offload_rt.commands import cli
 from offload_rt.errors import UsageError
 from offload_rt.machine import inspection
-from offload_rt.machine.hardware import GIB, Hardware
 from offload_rt.model.local_models import LocalModel, local_models
 from offload_rt.planning.local_plans import choose_draft
+from offload_rt.system.hardware import GIB, Hardware
 
 MACHINE = Hardware(HOST, (), measured=True)
 
@@ -276,7 +277,7 @@ def test_the_first_line_says_what_runs_before_weights_are_read(
     def unread(*arguments: object, **more: object) -> None:
         raise UsageError("weights are read")
 
-    monkeypatch.setattr("offload_rt.opening.load_model", unread)
+    monkeypatch.setattr("offload_rt.api.opening.load_model", unread)
     assert cli.main(line.split()) == 2
     assert re.fullmatch(f"{expected}offload-rt: error: weights are read\n", capsys.readouterr().err)
 

@@ -23,16 +23,17 @@ from tiny_models import local_model, noisy_copy
 from torch import Tensor
 from transformers import DynamicCache
 
-from offload_rt import LLM, SamplingParams, api
+from offload_rt import LLM, SamplingParams
+from offload_rt.api import llm as api
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import NewTokens
+from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
 from offload_rt.caches.local import LocalHistory, LocalLayers, LocalState
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.model.architecture import cache_argument
-from offload_rt.model.layer_kinds import LayerKind, LayerKinds
-from offload_rt.sampling import Draws
-from offload_rt.tokens import Tokens
+from offload_rt.sampling.sampler import Draws
+from offload_rt.sampling.tokens import Tokens
 
 REAL = local_model("qwen3.5", hidden_size=16)
 MIXER = REAL.model.layers[1].linear_attn.requires_grad_(False)

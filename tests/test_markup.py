@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload_rt.documents import html_text, markup
+from offload_rt.text.documents import html_text, markup
 
 
 def test_html_as_text() -> None:

@@ -13,8 +13,8 @@ from machine_cases import tiny as tiny  # a fixture
 
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.machine import measuring
-from offload_rt.machine.hardware import GIB
 from offload_rt.machine.inventory import read_gpus
+from offload_rt.system.hardware import GIB
 
 
 @pytest.mark.usefixtures("tiny")

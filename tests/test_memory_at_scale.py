@@ -13,17 +13,17 @@ import torch
 from allocation import peak_bytes
 
 from cpu_kv import ElementType, KVLayout
-from offload_rt.attention import operators
-from offload_rt.attention.quantized import QuantizedKV
 from offload_rt.caches.selection import NONE, choose_of_layers
 from offload_rt.caches.sizes import PORTION_BYTES, choosing_bytes, gathering_bytes
 from offload_rt.drafting.verifier import lossless
+from offload_rt.kernels import operators
+from offload_rt.kernels.quantized import QuantizedKV
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.planning.placement import verdict_bytes
-from offload_rt.rejection_sampling import Draft
-from offload_rt.sampling import GeneratorDraws, Sampler
-from offload_rt.tokens import Tokens
-from offload_rt.trees import Tree
+from offload_rt.sampling.rejection import Draft
+from offload_rt.sampling.sampler import GeneratorDraws, Sampler
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.sampling.trees import Tree
 
 LLAMA = find_shape("llama2-7b", ElementType.BFLOAT16)
 CHUNK, BUDGET = 8, 16_384

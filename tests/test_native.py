@@ -23,14 +23,12 @@ from reference_attention import ReferenceBackend, attend, merge
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt import native
-from offload_rt.attention import operators
 from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend, choose_backend, torch_threads
-from offload_rt.attention.quantized import QuantizedKV
-from offload_rt.attention.sizes import GROUP
 from offload_rt.attention.sums import AttentionSum
-from offload_rt.machine.memory import CACHE_FOLDER, cache_folder
-from offload_rt.native import building
+from offload_rt.kernels import building, native, operators
+from offload_rt.kernels.quantized import QuantizedKV
+from offload_rt.kernels.sizes import GROUP
+from offload_rt.system.memory import CACHE_FOLDER, cache_folder
 
 PROCESSORS = {
     "native": (),

@@ -14,7 +14,7 @@ import torch
 from test_inventory import NVMLError, use_driver
 
 import bench.__main__ as bench_line
-from offload_rt import cli
+from offload_rt.commands import cli
 from offload_rt.machine.cuda import no_cuda_device
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,17 +23,17 @@ from uneven_link import LateLink, UnevenLink
 from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, folded_mask
-from offload_rt.attention.sizes import GROUP
 from offload_rt.caches.base import VerifiedTokens
 from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import RetrievalRefresh
 from offload_rt.caches.retrieved import RetrievedCache
-from offload_rt.drafting.shapes import CHAIN
+from offload_rt.config.draft_shape import CHAIN
 from offload_rt.engine.controller import SpeculationController
 from offload_rt.engine.engine import Engine
 from offload_rt.errors import UsageError
+from offload_rt.kernels.sizes import GROUP
 
 SHORT = SamplingParams(max_tokens=24)
 

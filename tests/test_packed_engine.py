@@ -17,8 +17,8 @@ from tiny_models import noisy_copy, tiny_target
 from cpu_kv import KVLayout, head_major
 from offload_rt import LLM, Context, SamplingParams, UsageError
 from offload_rt.caches.sizes import GpuTier, Tiers, stored_layout
-from offload_rt.saved_context import SavedContext
-from offload_rt.text import common_beginning
+from offload_rt.engine.prefix_file import SavedContext
+from offload_rt.text.tokenize import common_beginning
 
 SHARES = [Tiers(), Tiers(32, 48), Tiers(16, 32, (GpuTier(16, 16),)), Tiers(64, 32, packed=False)]
 GREEDY, HOT = SamplingParams(max_tokens=12), SamplingParams(max_tokens=8, temperature=1.0, seed=3)

@@ -16,12 +16,12 @@ import pytest
 from machine_cases import HOST
 
 import offload_rt
-from offload_rt import cli
+from offload_rt.commands import cli
 from offload_rt.commands.console import duration
 from offload_rt.commands.prompts import token_count
-from offload_rt.config import AUTOMATIC
-from offload_rt.machine.hardware import KNOWN_GPUS, Hardware, named_hardware
+from offload_rt.config.schema import AUTOMATIC
 from offload_rt.model.named_shapes import SHAPES
+from offload_rt.system.hardware import KNOWN_GPUS, Hardware, named_hardware
 
 Run = Callable[..., tuple[str, dict[str, Any]]]
 
@@ -215,7 +215,7 @@ def test_without_a_named_machine_it_is_this_one(
     inspection: Any = ModuleType("offload_rt.machine.inspection")
     inspection.inspect = lambda on_progress: SimpleNamespace(hardware=Hardware(HOST, (), measured=True))
     monkeypatch.setitem(sys.modules, "offload_rt.machine.inspection", inspection)
-    monkeypatch.setattr("offload_rt.native.load_kernel", lambda: None)
+    monkeypatch.setattr("offload_rt.kernels.native.load_kernel", lambda: None)
     out, _ = run("--context 32768")
     assert "demo and demo-draft in float32" in out and "host (measured)" in out
     assert cli.main(["plan", "--context", "32768", "--gpus", "1"]) == 2

@@ -19,19 +19,20 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from cpu_kv import ElementType
 from cpu_kv.sizes import PROMPT_WRITES
-from offload_rt import cli
-from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
+from offload_rt.commands import cli
+from offload_rt.config.draft_shape import CHAIN, DraftShape
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.errors import UsageError
-from offload_rt.machine.hardware import GIB, Hardware, named_hardware
 from offload_rt.model.config_shapes import shape_of
-from offload_rt.model.layer_kinds import LayerKind, LayerKinds, Recurrence
+from offload_rt.model.layer_kinds import Recurrence
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import PlanRequest, allowed_drafts, gpu_memory, host_memory
 from offload_rt.planning.planner import plan
 from offload_rt.planning.prediction import PACKED_ATTENTION, Predictor
-from offload_rt.toml import load_config
+from offload_rt.system.hardware import GIB, Hardware, named_hardware
 
 QWEN = find_shape("qwen3.5-9b", None)  # 8 of 32 layers are full, the others keep a state
 GEMMA = find_shape("gemma3-4b", None)  # 5 of 34 layers are full, the others slide over 1,024 tokens

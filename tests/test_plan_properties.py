@@ -11,12 +11,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from plan_cases import JF68M, check_sums, expected_round, gpu, request
 
-from offload_rt.machine.hardware import GIB, AttentionRate, Gpu, Hardware, Host
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.model.named_shapes import SHAPES
 from offload_rt.planning.placement import PlanRequest, gpu_memory
 from offload_rt.planning.planner import THRIFTY, plan
 from offload_rt.planning.prediction import Predictor
-from offload_rt.toml import load_config
+from offload_rt.system.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 
 GAMMA_8 = {"speculation.gamma2": 8}
 quick = settings(derandomize=True, deadline=None, max_examples=30)

@@ -13,16 +13,16 @@ from plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, h
 
 from cpu_kv import ElementType
 from offload_rt.caches.sizes import whole_pages
-from offload_rt.drafting.expectations import DRAFT_LENGTHS, expected_tokens, outcome_chances
-from offload_rt.drafting.shapes import CHAIN
+from offload_rt.config.draft_shape import CHAIN
+from offload_rt.config.priors import DRAFT_LENGTHS, expected_tokens, outcome_chances
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.errors import UsageError
-from offload_rt.machine.hardware import GIB, KNOWN_GPUS, AttentionRate, Hardware, named_hardware
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import Quantization
 from offload_rt.planning.placement import PlanRequest, gpu_memory, host_memory, shortage
 from offload_rt.planning.planner import Prediction, plan, ranked
 from offload_rt.planning.prediction import Predictor, attention_rate
-from offload_rt.toml import load_config
+from offload_rt.system.hardware import GIB, KNOWN_GPUS, AttentionRate, Hardware, named_hardware
 
 
 def predicted(**changes: Any) -> Prediction:

@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from offload_rt import LLM, SamplingParams, UsageError
+from offload_rt.kernels.native import load_kernel
 from offload_rt.model.architecture import CACHE_ARGUMENT
 from offload_rt.model.attention_hook import open_model, restore_model
 from offload_rt.model.dense_layers import DenseLayer, dense_layer
 from offload_rt.model.layer_kinds import layer_kinds
 from offload_rt.model.runner import CausalModel
-from offload_rt.native import load_kernel
 
 BORDER = 64
 _SMALL = {

@@ -11,8 +11,8 @@ from test_context import HOT, NEXT, OTHER, SOME, TEXT, Make, check, fresh, make,
 from tiny_models import LONGROPE_BORDER, byte_ids, tiny_target
 
 from offload_rt import LLM, Context, SamplingParams, UsageError
+from offload_rt.drafting.levels.base import kept_means
 from offload_rt.engine.sequence import TokenSequence
-from offload_rt.levels.base import kept_means
 
 __all__ = ["make", "models"]  # fixtures
 

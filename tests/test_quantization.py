@@ -23,20 +23,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 
 from cpu_kv import ElementType
-from offload_rt import LLM, SamplingParams, cli
+from offload_rt import LLM, SamplingParams
+from offload_rt.commands import cli
 from offload_rt.errors import UsageError
-from offload_rt.installation import install_extra
-from offload_rt.machine.hardware import ProductRate
 from offload_rt.model.config_shapes import from_config
 from offload_rt.model.draft_head import save_head
-from offload_rt.model.fingerprint import weights_digest
 from offload_rt.model.loading import load_model
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.quantized_weights import move_scales, quantized_linear, stored_bytes
 from offload_rt.model.runner import CausalModel, NotANumber
+from offload_rt.model.weights_digest import weights_digest
 from offload_rt.planning.assumptions import machine
 from offload_rt.planning.prediction import FUSED_ROWS, Predictor, product_rate
+from offload_rt.system.hardware import ProductRate
+from offload_rt.system.installation import install_extra
 
 CPU = torch.device("cpu")
 PROMPT, PARAMS = byte_ids(150), SamplingParams(max_tokens=30)

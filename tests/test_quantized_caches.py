@@ -34,10 +34,10 @@ from test_caches import (
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.attention.quantized import QuantizedKV
-from offload_rt.attention.sizes import GROUP, QuantizedSize
 from offload_rt.caches import retrieved
 from offload_rt.caches import sizes as sizes_of_caches
+from offload_rt.kernels.quantized import QuantizedKV
+from offload_rt.kernels.sizes import GROUP, QuantizedSize
 
 SPARE = {8: 1 / 16, 4: 0.0}  # room of shared ranges, as a share of them on both sides
 ROOM = 12  # verified tokens between two refreshes

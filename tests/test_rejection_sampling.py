@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload_rt.drafting.merged import joined
-from offload_rt.rejection_sampling import Draft, Verdict, residual, verify, verify_greedy
-from offload_rt.sampling import Draws
-from offload_rt.tokens import Tokens
-from offload_rt.trees import ROOT, Tree
+from offload_rt.sampling.rejection import Draft, Verdict, residual, verify, verify_greedy
+from offload_rt.sampling.sampler import Draws
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.sampling.trees import ROOT, Tree
 
 VOCABULARY = 4
 

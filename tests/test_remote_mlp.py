@@ -27,13 +27,13 @@ from transformers import PreTrainedModel
 from cpu_kv import ElementType
 from cpu_kv.streams import follower
 from offload_rt import LLM, SamplingParams
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.errors import UsageError
-from offload_rt.machine.hardware import GIB, Hardware, named_hardware
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.remote_mlp import RemoteMlp, place_mlps
 from offload_rt.planning.placement import PlanRequest, gpu_memory
-from offload_rt.toml import load_config
+from offload_rt.system.hardware import GIB, Hardware, named_hardware
 
 
 @DEVICES
@@ -117,9 +117,9 @@ def test_what_the_first_gpu_has_no_room_for_is_on_the_second(
     tokens = []
     for devices in ((device, other_gpu(device)), (device,)):
         with monkeypatch.context() as patch:
-            patch.setattr("offload_rt.opening.usable_hardware", usable)
+            patch.setattr("offload_rt.api.opening.usable_hardware", usable)
             patch.setattr("offload_rt.engine.engine.usable_hardware", usable)
-            patch.setattr("offload_rt.opening.choose_devices", lambda names, found=devices: found)
+            patch.setattr("offload_rt.api.opening.choose_devices", lambda names, found=devices: found)
             patch.setattr(torch.cuda, "device_count", lambda: 2)
             device_names = "auto" if len(devices) == 1 else "cuda:0,cuda:1"
             given: dict[str, Any] = {"overrides": overrides, "size_hint": (400, 24), "device": device_names}

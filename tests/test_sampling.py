@@ -19,8 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from offload_rt.sampling import GeneratorDraws, Sampler, choices, pick
-from offload_rt.trees import Tree, forest
+from offload_rt.sampling.sampler import GeneratorDraws, Sampler, choices, pick
+from offload_rt.sampling.trees import Tree, forest
 
 
 def transformers_probs(sampler: Sampler, logits: Tensor) -> Tensor:

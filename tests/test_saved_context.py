@@ -24,9 +24,10 @@ from test_context import HOT, NEXT, OTHER, TEXT, Make, check, fresh, make, model
 from test_prefix import CONFIGS_AND_PLACES
 from tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, tiny_target
 
-from offload_rt import LLM, Context, GenerationResult, SamplingParams, UsageError, saved_context
-from offload_rt.checked_tensors import CheckedFile, Part, write_checked
-from offload_rt.saved_context import SavedContext
+from offload_rt import LLM, Context, GenerationResult, SamplingParams, UsageError
+from offload_rt.engine import prefix_file as saved_context
+from offload_rt.engine.prefix_file import SavedContext
+from offload_rt.system.checked_tensors import CheckedFile, Part, write_checked
 
 __all__ = ["make", "models"]  # fixtures
 LONG = SamplingParams(max_tokens=16)

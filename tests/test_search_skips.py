@@ -12,13 +12,14 @@ import pytest
 from small_engine import SIZES
 from tiny_models import byte_tokenizer, real_text, tiny_target
 
-from offload_rt import LLM, SamplingParams, cli
-from offload_rt.commands import search_skips
+from offload_rt import LLM, SamplingParams
+from offload_rt.api.context import Context
+from offload_rt.commands import cli, search_skips
 from offload_rt.commands.search_skips import PLAIN, ROUNDS, finalists, search
-from offload_rt.config import Config
-from offload_rt.context import Context
+from offload_rt.config.files import config_names, to_toml
+from offload_rt.config.schema import Config
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.model.layer_plan import EXACT, LayerPlan, blocks_of, skipping
-from offload_rt.toml import config_names, load_config, to_toml
 
 LAYERS = 3
 GAIN = {"0a": -0.2, "0m": -0.05, "1a": 0.1, "1m": 0.04, "2a": 0.06, "2m": -0.01}

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_rt.drafting.expectations import LATER_CHOICES
+from offload_rt.config.draft_shape import DraftShape
+from offload_rt.config.priors import LATER_CHOICES
 from offload_rt.drafting.sequoia import TreePlan, acceptance_vector, plan
-from offload_rt.drafting.shapes import DraftShape
 
 Node = tuple["Node", ...]
 """A node as the tuple of its children."""

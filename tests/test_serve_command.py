@@ -15,8 +15,8 @@ import pytest
 from serving import chat_tokenizer
 from tiny_models import real_text, tiny_target
 
-from offload_rt import cli
-from offload_rt.sessions import SessionFolder
+from offload_rt.api.sessions import SessionFolder
+from offload_rt.commands import cli
 
 ROOT = Path(__file__).parent.parent
 

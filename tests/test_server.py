@@ -19,14 +19,14 @@ from serving import NAME, Served, serving, steps_held_after
 from tiny_models import byte_tokenizer, real_text
 
 from offload_rt import LLM, TokenEvent
+from offload_rt.api.sessions import SessionFolder
 from offload_rt.commands.serve import LOOPBACK
 from offload_rt.engine.engine import Engine
 from offload_rt.errors import UsageError
 from offload_rt.server.replies import ChatReply
 from offload_rt.server.worker import Worker
-from offload_rt.sessions import SessionFolder
-from offload_rt.text import TextStream
-from offload_rt.thoughts import ThoughtSplitter
+from offload_rt.text.thoughts import ThoughtSplitter
+from offload_rt.text.tokenize import TextStream
 
 BOOK = real_text()[:3000].encode("ascii", "replace").decode()
 QUESTIONS = ("Who is Ahab?", "Where is the whale?")

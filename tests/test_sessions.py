@@ -19,9 +19,11 @@ from small_engine import SIZES
 from test_context import NEXT, OTHER, TEXT, fresh
 from tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, tiny_target
 
-from offload_rt import LLM, UsageError, cli, sessions
-from offload_rt.files import PARTIAL, remove_partials, synced
-from offload_rt.sessions import SessionFolder
+from offload_rt import LLM, UsageError
+from offload_rt.api import sessions
+from offload_rt.api.sessions import SessionFolder
+from offload_rt.commands import cli
+from offload_rt.system.files import PARTIAL, remove_partials, synced
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +235,7 @@ def test_prompts_near_the_border_of_longrope(tmp_path: Path, least: int) -> None
 WRITER = """
 import sys
 from pathlib import Path
-from offload_rt.files import remove_partials, synced
+from offload_rt.system.files import remove_partials, synced
 path, letter, times = Path(sys.argv[1]), sys.argv[2].encode(), int(sys.argv[3])
 for _ in range(times or 1):
     remove_partials(path.parent)
@@ -293,7 +295,7 @@ def test_a_file_that_is_removed_before_its_writer_has_locked_it(
             (tmp_path / cleared[0]).unlink()  # by another writer, which has found no lock
         lock(file, operation)
 
-    monkeypatch.setattr("offload_rt.files.fcntl.flock", late)
+    monkeypatch.setattr("offload_rt.system.files.fcntl.flock", late)
     with synced(tmp_path / "a") as file:
         file.write(b"whole")
     assert cleared and (tmp_path / "a").read_bytes() == b"whole" and names(tmp_path) == ["a"]
@@ -322,7 +324,7 @@ def test_a_file_that_is_removed_while_its_writer_waits_for_the_lock(
             locked.wait()
         lock(file, operation)
 
-    monkeypatch.setattr("offload_rt.files.fcntl.flock", late)
+    monkeypatch.setattr("offload_rt.system.files.fcntl.flock", late)
     with synced(tmp_path / "a") as file:
         removing[0].join()
         file.write(b"whole")
@@ -333,7 +335,7 @@ def test_an_interrupt_of_a_writer_leaves_nothing(tmp_path: Path, monkeypatch: py
     def interrupted(*given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offload_rt.files.fcntl.flock", interrupted)
+    monkeypatch.setattr("offload_rt.system.files.fcntl.flock", interrupted)
     with pytest.raises(KeyboardInterrupt), synced(tmp_path / "a"):
         raise AssertionError
     assert names(tmp_path) == []
@@ -376,7 +378,7 @@ def test_text_is_not_lost_where_it_cannot_be_saved(
     def full(*given: Any, **options: Any) -> None:
         raise UsageError("session a: cannot be saved (No space left on device); free up space")
 
-    monkeypatch.setattr("offload_rt.sessions.save_prefix", full)
+    monkeypatch.setattr("offload_rt.api.sessions.save_prefix", full)
     report = tmp_path / "report.json"
     flags = ("--prompt", "Call me", "--session", "a", "--cache", str(tmp_path / "c"), "--json", str(report))
     assert generate(*flags) == 2

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from offload_rt import cli
+from offload_rt.commands import cli
+from offload_rt.config.settings import CACHE_OFF, SettingDefault, Settings, fill_in, load_settings
 from offload_rt.errors import UsageError
 from offload_rt.model import loading
-from offload_rt.settings import CACHE_OFF, SettingDefault, Settings, fill_in, load_settings
 
 Write = Callable[[str], Path]
 
@@ -103,9 +103,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
             found.update(model=model, **options)
             raise Refused
 
-        api: Any = ModuleType("offload_rt.api")
+        api: Any = ModuleType("offload_rt.api.llm")
         api.LLM = opened
-        monkeypatch.setitem(sys.modules, "offload_rt.api", api)
+        monkeypatch.setitem(sys.modules, "offload_rt.api.llm", api)
         monkeypatch.setattr(loading, "load_tokenizer", lambda source: None)
         with pytest.raises(Refused):
             cli.main(["generate", "--prompt-tokens", os.devnull, *line.split()])

@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import byte_ids, byte_tokenizer, tiny_target
 
-import offload_rt.cli as command_line
+import offload_rt.commands.cli as command_line
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
+from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting import datastore
 from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.datastore import END, Datastore, build, suffix_order
 from offload_rt.drafting.merged import joined
-from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton, heaviest
 from offload_rt.errors import UsageError
 from offload_rt.model.loading import demo_model, load_tokenizer
-from offload_rt.rejection_sampling import Draft
-from offload_rt.tokens import Tokens
-from offload_rt.trees import ROOT, forest
+from offload_rt.sampling.rejection import Draft
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.sampling.trees import ROOT, forest
 
 FEW = st.integers(0, 3)
 TEXTS = st.lists(FEW, max_size=60)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_rt.caches.speculative import SpeculativeTokens
-from offload_rt.tokens import Tokens
+from offload_rt.sampling.tokens import Tokens
 
 TEXTS = [list(text) for length in (1, 2, 3) for text in product((0, 1), repeat=length)]
 

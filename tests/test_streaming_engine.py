@@ -41,13 +41,13 @@ from offload_rt.caches.refresh import RetrievalRefresh
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import AttentionScores
 from offload_rt.caches.sizes import GpuTier, Tiers
+from offload_rt.config.files import config_names
 from offload_rt.engine.decode import Round
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
-from offload_rt.host import to_host
 from offload_rt.model import scheduler
 from offload_rt.model.cuda_graphs import GraphedModel
-from offload_rt.toml import config_names
+from offload_rt.system.device_copies import to_host
 
 ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
 SHARES = [Tiers(), Tiers(32), Tiers(0, 48), Tiers(32, 48), Tiers(64, 48)]

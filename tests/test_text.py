@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from offload_rt import LLM
 from offload_rt.errors import UsageError
-from offload_rt.text import TextStream, TokenTexts, common_beginning, encode
+from offload_rt.text.tokenize import TextStream, TokenTexts, common_beginning, encode
 
 CORPUS = [
     "the cat and the hat",

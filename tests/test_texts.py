@@ -9,15 +9,15 @@ from enumeration import ScriptedDraws, Text, own_probs, step
 from small_engine import passes_of
 from table_models import Parts
 
+from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
-from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine.decode import decode_step
 from offload_rt.model.scheduler import BatchRunner
-from offload_rt.rejection_sampling import Draft
-from offload_rt.sampling import Sampler
-from offload_rt.tokens import Tokens
-from offload_rt.trees import forest
+from offload_rt.sampling.rejection import Draft
+from offload_rt.sampling.sampler import Sampler
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.sampling.trees import forest
 
 PROMPT = [1, 3, 0, 2]
 PARTS = Parts(seed=2)

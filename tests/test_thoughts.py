@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from offload_rt import LLM, UsageError
 from offload_rt.server.replies import ChatReply
-from offload_rt.thoughts import FORMATS, THINK, ThoughtMarks, ThoughtSplitter
+from offload_rt.text.thoughts import FORMATS, THINK, ThoughtMarks, ThoughtSplitter
 
 HARMONY, MISTRAL, SEED, GEMMA, COHERE, *_ = FORMATS
 FINAL = "<|start|>assistant<|channel|>final<|message|>"

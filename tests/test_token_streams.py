@@ -21,8 +21,9 @@ from tiny_models import byte_ids
 from transformers import PreTrainedModel
 
 from cpu_kv import PacedLink
-from offload_rt import LLM, SamplingParams, TokenEvent, TokenStream, UsageError, clock
+from offload_rt import LLM, SamplingParams, TokenEvent, TokenStream, UsageError
 from offload_rt.engine.engine import Engine
+from offload_rt.system import clock
 
 
 @pytest.mark.parametrize("config", CONFIGS)

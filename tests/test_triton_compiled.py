@@ -26,12 +26,13 @@ import cpu_kv
 import offload_rt
 from cpu_kv import CudaLink, KVLayout
 from cpu_kv.packed import PackedShape, PackedSide, PageCodec
-from offload_rt import LLM, SamplingParams, page_codec
-from offload_rt.attention import backends, operators
+from offload_rt import LLM, SamplingParams
+from offload_rt.attention import backends, page_codec
 from offload_rt.attention.mass import Sample
-from offload_rt.attention.quantized import GROUP, QuantizedKV
 from offload_rt.caches.sizes import Tiers
 from offload_rt.engine import engine
+from offload_rt.kernels import operators
+from offload_rt.kernels.quantized import GROUP, QuantizedKV
 from offload_rt.machine import inventory
 
 triton = pytest.importorskip("triton", reason="needs the compiler of Triton, which is not installed")
@@ -42,7 +43,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from offload_rt.attention import triton_operators, triton_pages  # noqa: E402
+from offload_rt.kernels import triton_operators, triton_pages  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -23,9 +23,10 @@ if EMULATED:
 
 from cpu_kv import KVLayout  # noqa: E402
 from cpu_kv.packed import PackedShape, PackedSide, PageCodec  # noqa: E402
-from offload_rt.attention import backends, operators, triton_kernels, triton_operators, triton_pages  # noqa: E402
-from offload_rt.attention.quantized import QuantizedKV  # noqa: E402
-from offload_rt.attention.sizes import GROUP  # noqa: E402
+from offload_rt.attention import backends  # noqa: E402
+from offload_rt.kernels import operators, triton_kernels, triton_operators, triton_pages  # noqa: E402
+from offload_rt.kernels.quantized import QuantizedKV  # noqa: E402
+from offload_rt.kernels.sizes import GROUP  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 ATTEND = (backends.TorchCudaBackend() if ON_GPU else backends.TorchCpuBackend()).parts

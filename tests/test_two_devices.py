@@ -21,9 +21,9 @@ from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.split import ModelLayers, SplitCache
 from offload_rt.caches.streaming import StreamingCache
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.drafting.model_drafter import SmallModelDrafter
 from offload_rt.errors import UsageError
-from offload_rt.machine.hardware import GIB, named_hardware
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.named_shapes import find_shape
@@ -31,8 +31,8 @@ from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel, NotANumber
 from offload_rt.planning.placement import PlanRequest, gpu_memory
 from offload_rt.planning.planner import plan as planned
-from offload_rt.second_device import SecondDevice
-from offload_rt.toml import load_config
+from offload_rt.system.hardware import GIB, named_hardware
+from offload_rt.system.second_device import SecondDevice
 
 LAYERS, COUNT = 7, 14
 LEVELS = {"draft": "streaming", "target": "retrieved"}

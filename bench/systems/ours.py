@@ -14,15 +14,17 @@ from bench.recorded_text import RecordedText
 from bench.rounds import draw, figures
 from bench.systems import Opener, Prompt, Run, Setup
 from cpu_kv import CpuLink, CudaLink, ElementType, Link, PacedLink
-from offload_rt.levels.base import needs_draft_model
+from offload_rt.config.files import config_names
+from offload_rt.drafting.levels.base import needs_draft_model
+from offload_rt.drafting.levels.configs import load_config
+from offload_rt.machine.devices import choose_dtype
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.cuda_graphs import GraphedModel
-from offload_rt.model.loading import choose_dtype, load_model
+from offload_rt.model.loading import load_model
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
-from offload_rt.toml import config_names, load_config
 
 
 @lru_cache(1)

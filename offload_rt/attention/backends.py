@@ -23,11 +23,11 @@ from torch import Tensor
 
 from cpu_kv import KVLayout, head_major
 from cpu_kv.packed import PackedSide, unpacked_pages
-from offload_rt.attention import operators
 from offload_rt.attention.mass import Sample
-from offload_rt.attention.quantized import QuantizedLayer
-from offload_rt.attention.sizes import MASKED_PAGE, MOST_PACKED_QUERIES, PACKED_TILE
-from offload_rt.native import Kernel, load_kernel
+from offload_rt.kernels import operators
+from offload_rt.kernels.native import Kernel, load_kernel
+from offload_rt.kernels.quantized import QuantizedLayer
+from offload_rt.kernels.sizes import MASKED_PAGE, MOST_PACKED_QUERIES, PACKED_TILE
 
 _HALVES = (torch.float16, torch.bfloat16)
 RESERVED_CORES = 3  # for the threads that run a pass, draft and choose chunks while the CPU attends
@@ -225,7 +225,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 
 class NativeCpuBackend(TorchCpuBackend):
-    """Our own kernel (`native/attention.cpp`) where it supports the tensors, else torch's.
+    """Our own kernel (`kernels/csrc/attention.cpp`) where it supports the tensors, else torch's.
 
     Args:
         threads: number of threads per call (default: torch's). Concurrent calls have teams of their own.
@@ -438,7 +438,7 @@ def use_triton(layout: KVLayout | None = None, group: int = 1) -> str | None:
 
 def _check_triton(shape: tuple[KVLayout, int] | tuple[()]) -> str | None:
     try:
-        from offload_rt.attention import triton_operators
+        from offload_rt.kernels import triton_operators
 
         triton_operators.check(TorchCudaBackend().parts, *shape)
     except Exception as error:  # Triton raises errors of many kinds, and some of the C compiler's
@@ -449,7 +449,7 @@ def _check_triton(shape: tuple[KVLayout, int] | tuple[()]) -> str | None:
 
 @cache
 def _register_triton() -> None:
-    from offload_rt.attention import triton_operators
+    from offload_rt.kernels import triton_operators
 
     for name in operators.NAMES:
         kernel, plain = getattr(triton_operators, name), getattr(operators, name)

@@ -13,8 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from offload_rt.attention import operators
-from offload_rt.attention.sizes import SAMPLED_QUERIES
+from offload_rt.kernels import operators
+from offload_rt.kernels.sizes import SAMPLED_QUERIES
 
 
 @dataclass(frozen=True)

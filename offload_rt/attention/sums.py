@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload_rt.attention.backends import AttentionBackend, Total, fold, unfold
 from offload_rt.attention.mass import MassRange, Sample
-from offload_rt.attention.quantized import QuantizedLayer
+from offload_rt.kernels.quantized import QuantizedLayer
 
 
 class Softmax(NamedTuple):

@@ -13,8 +13,8 @@ from torch import Tensor
 from cpu_kv import KeysValues
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.speculative import SpeculativeTokens
-from offload_rt.host import to_device
-from offload_rt.tokens import Tokens
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.system.device_copies import to_device
 
 if TYPE_CHECKING:
     from offload_rt.caches.local import LocalState

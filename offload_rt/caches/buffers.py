@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.attention.quantized import QuantizedKV
-from offload_rt.attention.sizes import QuantizedSize
 from offload_rt.caches.selection import NONE
 from offload_rt.caches.sizes import whole_pages
+from offload_rt.kernels.quantized import QuantizedKV
+from offload_rt.kernels.sizes import QuantizedSize
 
 
 @dataclass(eq=False)

@@ -27,8 +27,8 @@ from offload_rt.caches.resident import ResidentTier
 from offload_rt.caches.sizes import MOST_POINTS
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.caches.tiers import StreamedTier, Tail, TierRange
-from offload_rt.host import to_device
-from offload_rt.machine.memory import available_memory
+from offload_rt.system.device_copies import to_device
+from offload_rt.system.memory import available_memory
 
 
 class PassCancelled(RuntimeError):

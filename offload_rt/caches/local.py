@@ -23,7 +23,7 @@ from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, fol
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local_history import LocalHistory, LocalLayers, RecurrentState, Window, copied
-from offload_rt.host import to_device
+from offload_rt.system.device_copies import to_device
 
 MOST_BLOCK = 512
 """Most queries of a prefill that attend to a window together."""

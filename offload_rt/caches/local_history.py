@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
-from offload_rt.model.layer_kinds import LayerKinds
+from offload_rt.caches.layer_kinds import LayerKinds
 
 
 @dataclass(frozen=True)

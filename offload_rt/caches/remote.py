@@ -26,7 +26,7 @@ from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.resident import ResidentTier
 from offload_rt.caches.sizes import GpuTier
 from offload_rt.caches.tiers import OnSegment, Results, Tier
-from offload_rt.timeline import NO_TIMELINE, Timeline
+from offload_rt.system.timeline import NO_TIMELINE, Timeline
 
 T = TypeVar("T")
 

@@ -27,9 +27,9 @@ from offload_rt.caches.selection import (
     choose_of_layers,
 )
 from offload_rt.caches.sizes import VERIFIED_ROOM, RetrievedSize
-from offload_rt.config import RefreshPolicy
+from offload_rt.config.schema import RefreshPolicy
 from offload_rt.errors import first_line
-from offload_rt.host import PendingRead
+from offload_rt.system.device_copies import PendingRead
 
 
 class RefreshSchedule:
@@ -92,7 +92,7 @@ class RetrievedCache(BoundedCache):
     Where the device lacks memory for a refresh, the entries stay as they are: drafts are worse, and verified
     all the same.
 
-    With fewer than 16 bits, the chosen chunks are quantised (`attention/quantized.py`), in whole groups, so
+    With fewer than 16 bits, the chosen chunks are quantised (`kernels/quantized.py`), in whole groups, so
     that there may be a few more. The recent window and what is verified after a refresh stay in full
     precision, and the cache is refreshed when `VERIFIED_ROOM` tokens were verified, whatever its policy.
 

@@ -12,7 +12,7 @@ from cpu_kv import ChunkMeans, KVLayout, SequenceKV
 from offload_rt.attention.backends import choose_backend, fold
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.sizes import layers_at_a_time
-from offload_rt.host import PendingRead
+from offload_rt.system.device_copies import PendingRead
 
 NONE = -1
 """The number of no chunk, in slots that hold none."""

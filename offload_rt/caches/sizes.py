@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from cpu_kv import ElementType, KVSizes
 from cpu_kv.sizes import dtype_name
-from offload_rt.attention.sizes import GROUP, MASKED_PAGE, SAMPLED_QUERIES, QuantizedSize
-from offload_rt.config import PageCode
+from offload_rt.config.schema import PageCode
 from offload_rt.errors import UsageError
+from offload_rt.kernels.sizes import GROUP, MASKED_PAGE, SAMPLED_QUERIES, QuantizedSize
 
 Layout = TypeVar("Layout", bound=KVSizes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from offload_rt.tokens import Tokens
+from offload_rt.sampling.tokens import Tokens
 
 
 class SpeculativeTokens:

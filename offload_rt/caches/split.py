@@ -17,8 +17,8 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.local_history import LocalLayers
-from offload_rt.host import to_device
-from offload_rt.second_device import SecondDevice
+from offload_rt.system.device_copies import to_device
+from offload_rt.system.second_device import SecondDevice
 
 
 class SplitCache(DerivedCache):

@@ -22,7 +22,7 @@ from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.buffers import KVBuffer
-from offload_rt.host import to_device
+from offload_rt.system.device_copies import to_device
 
 Results = list[Tensor]
 """Output `[heads, n, head_dim]`, log-sum-exp `[heads, n]`, and if asked mass `[kv_heads, 1, chunks]`."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from offload_rt import clock
-from offload_rt.chat import with_question
 from offload_rt.commands import prompts, sessions
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import INTERRUPTED
@@ -22,17 +20,19 @@ from offload_rt.commands.options import (
     distribution,
     given_distribution,
 )
-from offload_rt.documents import documents
 from offload_rt.errors import UsageError
-from offload_rt.files import write_json
-from offload_rt.thoughts import ReadableThoughts, Splitter
+from offload_rt.system import clock
+from offload_rt.system.files import write_json
+from offload_rt.text.chat import with_question
+from offload_rt.text.documents import documents
+from offload_rt.text.thoughts import ReadableThoughts, Splitter
 
 if TYPE_CHECKING:
-    from offload_rt.api import LLM
-    from offload_rt.chat import ChatTemplate
-    from offload_rt.chat_forms import Message
-    from offload_rt.context import Context, TokenStream
-    from offload_rt.results import SamplingParams
+    from offload_rt.api.context import Context, TokenStream
+    from offload_rt.api.llm import LLM
+    from offload_rt.sampling.params import SamplingParams
+    from offload_rt.text.chat import ChatTemplate
+    from offload_rt.text.chat_forms import Message
 
 ANSWER_TOKENS = 1024
 """Most tokens of an answer where nothing is said."""
@@ -108,8 +108,8 @@ class Chat:
             arguments.max_new_tokens = DEMO_TOKENS if _on_demo(arguments) else ANSWER_TOKENS
         stop, schema = tuple(arguments.stop), arguments.json_schema
         distribution(arguments, stop=stop, seed=arguments.seed, json_schema=schema)  # refuses bad values
-        from offload_rt.chat import ChatTemplate
         from offload_rt.model.loading import load_tokenizer, model_source
+        from offload_rt.text.chat import ChatTemplate
 
         tokenizer = load_tokenizer(model_source(arguments.model))
         earlier, date = kept.chat()
@@ -150,7 +150,7 @@ class Chat:
 
     def params(self, llm: LLM) -> SamplingParams:
         """Returns the model's own sampling, as far as no flag says anything else, and greedy without one."""
-        from offload_rt.results import SamplingParams
+        from offload_rt.sampling.params import SamplingParams
 
         given = self.arguments
         return replace(

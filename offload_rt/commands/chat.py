@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 from offload_rt.commands.ask import Chat, add_chat
 from offload_rt.commands.exits import INTERRUPTED, REFUSED, Terminated, status_of
 from offload_rt.commands.generate import MachineError, ended_early, machine_errors_in_a_line, open_llm
-from offload_rt.documents import decode
 from offload_rt.errors import UsageError
+from offload_rt.text.documents import decode
 
 if TYPE_CHECKING:
-    from offload_rt.chat_forms import Message
+    from offload_rt.api.context import Context
     from offload_rt.commands.console import Console
-    from offload_rt.context import Context
-    from offload_rt.results import GenerationResult, SamplingParams
+    from offload_rt.engine.results import GenerationResult
+    from offload_rt.sampling.params import SamplingParams
+    from offload_rt.text.chat_forms import Message
 
 QUESTIONS = 4
 """Questions with answers of full length that a chat is planned for; it may grow beyond, as memory allows."""

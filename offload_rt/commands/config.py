@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields
 
-from offload_rt.settings import Settings, load_settings, settings_file
+from offload_rt.config.settings import Settings, load_settings, settings_file
 
 CACHE_FOLDER = "OFFLOAD_RT_CACHE"
 DEFAULTS = {

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from offload_rt.errors import shortened
-from offload_rt.machine.hardware import GIB
 from offload_rt.machine.other_work import OtherWork
+from offload_rt.system.hardware import GIB
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from offload_rt.engine.results import GenerationResult
     from offload_rt.planning.planner import Plan
-    from offload_rt.results import GenerationResult
 
 
 BAR_COLUMNS = 30

@@ -10,10 +10,10 @@ from pathlib import Path
 from offload_rt.commands.console import Console
 from offload_rt.commands.options import SETTING
 from offload_rt.commands.prompts import add_encoding
-from offload_rt.documents import decode, read_bytes
+from offload_rt.config.settings import SettingDefault
 from offload_rt.errors import UsageError
-from offload_rt.files import check_new
-from offload_rt.settings import SettingDefault
+from offload_rt.system.files import check_new
+from offload_rt.text.documents import decode, read_bytes
 
 EXTENSIONS = ".txt, .md, .py, .rst, .json, .html, .c, .h, .cpp, .js, .ts, .java, .go, .rs"
 ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from offload_rt.drafting.datastore import build
     from offload_rt.model.loading import load_tokenizer, model_source
-    from offload_rt.text import encode
+    from offload_rt.text.tokenize import encode
 
     folder: Path = arguments.folder
     if not folder.is_dir():

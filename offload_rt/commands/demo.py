@@ -18,9 +18,9 @@ from offload_rt.commands.generate import (
 )
 
 if TYPE_CHECKING:
-    from offload_rt.api import LLM
-    from offload_rt.context import Context
-    from offload_rt.results import SamplingParams
+    from offload_rt.api.context import Context
+    from offload_rt.api.llm import LLM
+    from offload_rt.sampling.params import SamplingParams
 
 CONFIG = "triforce"
 NEW_TOKENS = 128
@@ -62,10 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     # Checked before the runtime is imported, which takes seconds.
     text = prompts.read(arguments, console)
     from cpu_kv import PacedLink
-    from offload_rt.api import LLM
+    from offload_rt.api.llm import LLM
+    from offload_rt.machine.devices import choose_device, choose_dtype
     from offload_rt.model.checkpoint_config import model_config
-    from offload_rt.model.loading import choose_device, choose_dtype, demo_model, load_model, load_tokenizer
-    from offload_rt.results import SamplingParams
+    from offload_rt.model.loading import demo_model, load_model, load_tokenizer
+    from offload_rt.sampling.params import SamplingParams
 
     console.tokens["decode"] = NEW_TOKENS
     cpu, report = choose_device("cpu"), console.progress
@@ -150,12 +151,12 @@ def recital_verdict(text: str, expected: str) -> str:
 
 def _plans() -> Iterator[str]:
     """Yields a line on each of `CARDS`, and the command that shows more."""
-    from offload_rt.levels.base import possible
-    from offload_rt.machine.hardware import named_hardware
+    from offload_rt.drafting.levels.base import possible
+    from offload_rt.drafting.levels.configs import load_configs
     from offload_rt.model.named_shapes import find_shape
     from offload_rt.planning.placement import PlanRequest
     from offload_rt.planning.planner import ranked
-    from offload_rt.toml import load_configs
+    from offload_rt.system.hardware import named_hardware
 
     yield f"plans      predicted, not measured, for GPUs in a desktop with {CARDS_RAM} GiB of memory:"
     configs, command = possible(load_configs("auto", {}), draft_model=False), ""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from offload_rt.commands.console import Console
 from offload_rt.commands.options import add_json
-from offload_rt.files import write_json
-from offload_rt.machine.hardware import GIB, Gpu, ProductRate
+from offload_rt.system.files import write_json
+from offload_rt.system.hardware import GIB, Gpu, ProductRate
 
 if TYPE_CHECKING:
     from offload_rt.machine.inspection import Report

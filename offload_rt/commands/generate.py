@@ -25,13 +25,14 @@ from offload_rt.commands.options import (
     given_distribution,
 )
 from offload_rt.errors import UsageError, first_line
-from offload_rt.files import write_json
+from offload_rt.system.files import write_json
 
 if TYPE_CHECKING:
-    from offload_rt.api import LLM
-    from offload_rt.context import Context, TokenStream
-    from offload_rt.results import GenerationResult, SamplingParams
-    from offload_rt.thoughts import Splitter
+    from offload_rt.api.context import Context, TokenStream
+    from offload_rt.api.llm import LLM
+    from offload_rt.engine.results import GenerationResult
+    from offload_rt.sampling.params import SamplingParams
+    from offload_rt.text.thoughts import Splitter
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,7 +81,7 @@ def open_llm(arguments: argparse.Namespace, console: Console, sizes: tuple[int, 
     Raises:
         UsageError: so many tokens do not fit, among others; then no weights were read.
     """
-    from offload_rt.api import LLM
+    from offload_rt.api.llm import LLM
 
     return LLM(
         arguments.model,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from offload_rt.commands.console import Console
 from offload_rt.commands.options import SETTING, add_dtype, add_json
 from offload_rt.commands.prompts import token_count
-from offload_rt.config import AUTO
+from offload_rt.config.schema import AUTO
+from offload_rt.config.settings import SettingDefault
+from offload_rt.drafting.levels.configs import load_configs
 from offload_rt.errors import UsageError
-from offload_rt.files import write_json
-from offload_rt.machine.hardware import GIB
-from offload_rt.settings import SettingDefault
-from offload_rt.toml import load_configs
+from offload_rt.system.files import write_json
+from offload_rt.system.hardware import GIB
 
 if TYPE_CHECKING:
     from offload_rt.planning.local_plans import LocalPlan

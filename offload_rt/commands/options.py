@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.commands import prompts
-from offload_rt.config import AUTO, NO_DRAFT, RetrievalConfig, SpeculationConfig
-from offload_rt.documents import decode, read_bytes
-from offload_rt.files import check_writable
+from offload_rt.config.files import config_names, parse_override
+from offload_rt.config.schema import AUTO, NO_DRAFT, RetrievalConfig, SpeculationConfig
+from offload_rt.config.settings import DEVICES, DTYPES, NO_QUANTIZATION, QUANTIZATIONS, SettingDefault
+from offload_rt.drafting.levels.configs import load_configs
 from offload_rt.model.rope import Yarn
-from offload_rt.settings import DEVICES, DTYPES, NO_QUANTIZATION, QUANTIZATIONS, SettingDefault
-from offload_rt.toml import config_names, load_configs, parse_override
+from offload_rt.system.files import check_writable
+from offload_rt.text.documents import decode, read_bytes
 
 if TYPE_CHECKING:
-    from offload_rt.results import SamplingParams
+    from offload_rt.sampling.params import SamplingParams
 
 Add = Callable[..., object]
 """The `add_argument` of a parser or a group."""
@@ -209,7 +210,7 @@ def check_early(arguments: argparse.Namespace) -> None:
 
 def distribution(arguments: argparse.Namespace, **others: Any) -> SamplingParams:
     """Returns sampling parameters from the flags of `add_distribution`, and `others`."""
-    from offload_rt.results import SamplingParams
+    from offload_rt.sampling.params import SamplingParams
 
     return SamplingParams(**given_distribution(arguments), max_tokens=arguments.max_new_tokens, **others)
 

@@ -18,13 +18,13 @@ from offload_rt.commands.options import (
     add_rope,
 )
 from offload_rt.commands.prompts import token_count
-from offload_rt.config import AUTO, NO_DRAFT
-from offload_rt.drafting.expectations import DEMO_ACCEPTANCE, SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
+from offload_rt.config.priors import DEMO_ACCEPTANCE, SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
+from offload_rt.config.schema import AUTO, NO_DRAFT
+from offload_rt.config.settings import SettingDefault
+from offload_rt.drafting.levels.configs import load_configs
 from offload_rt.errors import UsageError
-from offload_rt.files import write_json
-from offload_rt.machine.hardware import NO_GPU, PROCESSORS, Hardware, named_hardware
-from offload_rt.settings import SettingDefault
-from offload_rt.toml import load_configs
+from offload_rt.system.files import write_json
+from offload_rt.system.hardware import NO_GPU, PROCESSORS, Hardware, named_hardware
 
 if TYPE_CHECKING:
     from offload_rt.model.shape import ModelShape
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     named = None if arguments.gpu is None else _hardware(arguments)
 
     from offload_rt.commands import plan_report
-    from offload_rt.levels.base import needs_draft_model, possible
+    from offload_rt.drafting.levels.base import needs_draft_model, possible
     from offload_rt.model.dtypes import choose_element
     from offload_rt.planning.placement import PlanRequest
     from offload_rt.planning.planner import ranked, unquantized_experts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from offload_rt.machine.hardware import GIB, KNOWN_GPUS
 from offload_rt.model.named_shapes import SHAPES
+from offload_rt.system.hardware import GIB, KNOWN_GPUS
 
 
 def known_names() -> Iterator[str]:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from importlib import resources
 
 from offload_rt.commands.console import Console
-from offload_rt.documents import decode, read_bytes, read_document
 from offload_rt.errors import UsageError, first_line
+from offload_rt.text.documents import decode, read_bytes, read_document
 
 BUILT_IN = "Moby-Dick, chapters 1 to 48"
 BUILT_IN_TOKENS = 32768
@@ -161,7 +161,7 @@ def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Cons
         UsageError: the prompt is a text, and the model has no tokenizer.
     """
     from offload_rt.model.loading import load_tokenizer, model_source
-    from offload_rt.text import encode, keep_last
+    from offload_rt.text.tokenize import encode, keep_last
 
     tokenizer = load_tokenizer(model_source(arguments.model))
     limit: int | None = arguments.max_prompt_tokens

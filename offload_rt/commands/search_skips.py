@@ -23,15 +23,16 @@ from offload_rt.commands.console import Console
 from offload_rt.commands.exits import status_of
 from offload_rt.commands.generate import machine_errors_in_a_line, open_llm
 from offload_rt.commands.options import add_distribution, add_model, add_overrides, distribution
-from offload_rt.config import AUTO, Config
+from offload_rt.config.files import to_toml
+from offload_rt.config.schema import AUTO, Config
+from offload_rt.drafting.levels.configs import load_config
 from offload_rt.errors import UsageError
-from offload_rt.files import check_new, write_whole
 from offload_rt.model.layer_plan import EXACT, blocks_of, skipping
-from offload_rt.toml import load_config, to_toml
+from offload_rt.system.files import check_new, write_whole
 
 if TYPE_CHECKING:
-    from offload_rt.context import Context
-    from offload_rt.results import SamplingParams
+    from offload_rt.api.context import Context
+    from offload_rt.sampling.params import SamplingParams
 
 PLAIN = "plain"
 """Stands for decoding without drafts, where a layer plan is expected."""

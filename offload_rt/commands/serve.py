@@ -14,10 +14,10 @@ from offload_rt.commands import sessions as saved
 from offload_rt.commands.console import Console
 from offload_rt.commands.generate import machine_errors_in_a_line, open_llm
 from offload_rt.errors import UsageError
-from offload_rt.installation import install_extra
+from offload_rt.system.installation import install_extra
 
 if TYPE_CHECKING:
-    from offload_rt.api import LLM
+    from offload_rt.api.llm import LLM
 
 API_KEY = "OFFLOAD_RT_API_KEY"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -134,12 +134,12 @@ def _serve(llm: LLM, listening: socket.socket, arguments: argparse.Namespace, co
     """Serves until SIGTERM or Ctrl-C."""
     import uvicorn
 
-    from offload_rt.machine.hardware import GIB
-    from offload_rt.machine.memory import available_memory
     from offload_rt.server.app import Service, create_app
     from offload_rt.server.metrics import Metrics
     from offload_rt.server.prefixes import PrefixPool
     from offload_rt.server.worker import Worker
+    from offload_rt.system.hardware import GIB
+    from offload_rt.system.memory import available_memory
 
     name = arguments.name or Path(llm.engine.target.name).name
     on_gpu = llm.engine.target.device.type == "cuda"

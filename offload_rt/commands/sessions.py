@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 from offload_rt.commands.console import Console
 from offload_rt.commands.options import SETTING, Add, add_json
+from offload_rt.config.settings import CACHE_OFF, CACHE_ON, SettingDefault
 from offload_rt.errors import UsageError
-from offload_rt.files import write_json
-from offload_rt.machine.hardware import GIB
-from offload_rt.settings import CACHE_OFF, CACHE_ON, SettingDefault
+from offload_rt.system.files import write_json
+from offload_rt.system.hardware import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from offload_rt.api import LLM
-    from offload_rt.chat_forms import Message
-    from offload_rt.context import Context
-    from offload_rt.session_files import SessionFiles
-    from offload_rt.sessions import SessionFolder
+    from offload_rt.api.context import Context
+    from offload_rt.api.llm import LLM
+    from offload_rt.api.session_files import SessionFiles
+    from offload_rt.api.sessions import SessionFolder
+    from offload_rt.text.chat_forms import Message
 
 DEFAULT_FOLDER = "the folder sessions in the user's cache folder"
 
@@ -87,7 +87,7 @@ def _clear(arguments: argparse.Namespace) -> int:
 
 def _files(cache: str | Path) -> SessionFiles:
     """Returns the files of the folder that `--cache` names."""
-    from offload_rt.session_files import SessionFiles
+    from offload_rt.api.session_files import SessionFiles
 
     return SessionFiles(_path(cache))
 
@@ -98,7 +98,7 @@ def _path(cache: str | Path) -> Path | None:
 
 def _folder(cache: str | Path, limit_gib: float | None) -> SessionFolder:
     """Returns the folder that `--cache` names."""
-    from offload_rt.sessions import SessionFolder
+    from offload_rt.api.sessions import SessionFolder
 
     limit = None if limit_gib is None else int(limit_gib * GIB)
     return SessionFolder(_path(cache), limit)
@@ -168,7 +168,7 @@ class Sessions:
         """Returns the chat messages of the session, and when they were rendered; None: it has none."""
         if self._folder is None or self._name is None or not self._folder.path(self._name).exists():
             return None, None
-        from offload_rt.context_files import ContextFile
+        from offload_rt.engine.context_files import ContextFile
 
         with ContextFile(self._folder.path(self._name)) as saved:
             return saved.messages, saved.date
@@ -191,8 +191,8 @@ class Sessions:
         """Refuses a prompt that shares less than half of the session, which it would take the place of."""
         if self._name is None or not (path := folder.path(self._name)).exists():
             return
-        from offload_rt.context_files import ContextFile
-        from offload_rt.text import common_beginning
+        from offload_rt.engine.context_files import ContextFile
+        from offload_rt.text.tokenize import common_beginning
 
         with ContextFile(path) as saved:
             held, common = len(saved.tokens), common_beginning(saved.tokens, tokens)

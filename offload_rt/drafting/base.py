@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from offload_rt.drafting.shapes import DraftShape
+from offload_rt.config.draft_shape import DraftShape
 from offload_rt.model.scheduler import LevelStats, Work
-from offload_rt.rejection_sampling import Draft
+from offload_rt.sampling.rejection import Draft
 
 Outcome = tuple[int, ...]
 """Tokens that a verification may yield behind the sequence."""

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from offload_rt.config import LONGEST_MATCH
+from offload_rt.config.schema import LONGEST_MATCH
 from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.sources import Source
 from offload_rt.errors import UsageError
-from offload_rt.tensor_files import read_tensors, write_tensors
+from offload_rt.system.tensor_files import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

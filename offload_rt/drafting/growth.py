@@ -16,16 +16,16 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import DraftAhead, Outcome, Proposal, TokenView
 from offload_rt.drafting.outcomes import LIKELY, chain_outcomes, doubt_scale
-from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.model.passes import PassOutput
 from offload_rt.model.scheduler import Read, Work
-from offload_rt.rejection_sampling import Draft
-from offload_rt.sampling import choices
-from offload_rt.tokens import Tokens
-from offload_rt.trees import ROOT, Tree, on_device
+from offload_rt.sampling.rejection import Draft
+from offload_rt.sampling.sampler import choices
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.sampling.trees import ROOT, Tree, on_device
 
 Child = tuple[int, int]
 """A node to draw: its parent, and how many elder siblings it has."""

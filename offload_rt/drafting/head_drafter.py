@@ -14,16 +14,16 @@ from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.speculative import SpeculativeTokens
-from offload_rt.config import HeadConfig
+from offload_rt.config.draft_shape import DraftShape
+from offload_rt.config.schema import HeadConfig
 from offload_rt.drafting.base import DraftAhead, Drafter, HiddenState, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.model_drafter import ModelDrafter
-from offload_rt.drafting.shapes import DraftShape
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.host import joined, to_device
 from offload_rt.model.draft_head import DEMO_HEAD, Head, load_head
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel, NotANumber
+from offload_rt.system.device_copies import joined, to_device
 
 
 class HeadStates:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.penalties import Penalties
-from offload_rt.host import to_device
 from offload_rt.model.scheduler import LevelStats, Read, Work
-from offload_rt.sampling import Sampler
-from offload_rt.tokens import Tokens
-from offload_rt.trees import Tree, on_device
+from offload_rt.sampling.sampler import Sampler
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.sampling.trees import Tree, on_device
+from offload_rt.system.device_copies import to_device
 
 WORD = 64
 """Tokens of which one word of a mask tells."""

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Round, TokenView
-from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.sources import Source
-from offload_rt.host import to_device
 from offload_rt.model.scheduler import LevelStats, Read, Work
-from offload_rt.rejection_sampling import Draft
-from offload_rt.tokens import Tokens
-from offload_rt.trees import ROOT, Tree
+from offload_rt.sampling.rejection import Draft
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.sampling.trees import ROOT, Tree
+from offload_rt.system.device_copies import to_device
 
 
 class LookupDrafter(Drafter):

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from offload_rt.caches.bounded import MAX_RECORDED_SPECULATION
 from offload_rt.caches.streaming import StreamingCache
+from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.growth import BestFirst, LevelGrowth, OutcomeForest
 from offload_rt.drafting.outcomes import chain_outcomes
-from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.model.scheduler import Read, Work
-from offload_rt.rejection_sampling import Draft
-from offload_rt.tokens import Tokens
-from offload_rt.trees import forest
+from offload_rt.sampling.rejection import Draft
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.sampling.trees import forest
 
 
 @dataclass(eq=False)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from offload_rt.drafting.base import Outcome
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.host import to_device
 from offload_rt.model.scheduler import Read, Work
-from offload_rt.sampling import Sampler
+from offload_rt.sampling.sampler import Sampler
+from offload_rt.system.device_copies import to_device
 
 LIKELY = Sampler(temperature=1.0)  # how sure a greedy draft was of its tokens
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from offload_rt.drafting.base import TokenView
-from offload_rt.host import to_device
-from offload_rt.sampling import Sampler
-from offload_rt.tokens import Tokens
-from offload_rt.trees import Tree
+from offload_rt.sampling.sampler import Sampler
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.sampling.trees import Tree
+from offload_rt.system.device_copies import to_device
 
 
 class Penalties:

@@ -9,13 +9,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
-from offload_rt import clock
+from offload_rt.config.draft_shape import DraftShape
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
-from offload_rt.drafting.shapes import DraftShape
 from offload_rt.model.scheduler import LevelStats, Work
-from offload_rt.rejection_sampling import Draft
-from offload_rt.tokens import Tokens
-from offload_rt.trees import ROOT, Tree
+from offload_rt.sampling.rejection import Draft
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.sampling.trees import ROOT, Tree
+from offload_rt.system import clock
 
 
 class Source(Drafter, ABC):

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Protocol
 
+from offload_rt.config.draft_shape import CHAIN, DraftShape
+from offload_rt.config.priors import LATER_CHOICES, outcome_chances
 from offload_rt.drafting.base import Round
-from offload_rt.drafting.expectations import LATER_CHOICES, outcome_chances
-from offload_rt.drafting.shapes import CHAIN, DraftShape
 from offload_rt.model.scheduler import BackgroundPass
 
 WINDOW = 8  # drafted rounds that are judged together

@@ -9,12 +9,12 @@ however long it took: what has been drawn of it is kept, and the rest is drawn a
 
 from __future__ import annotations
 
-from offload_rt import clock
 from offload_rt.drafting.base import Outcome, Proposal, Round
 from offload_rt.engine.controller import RoundTimes
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.scheduler import AwaitPass, BackgroundPass, StartPass, Work
-from offload_rt.rejection_sampling import Draft
+from offload_rt.sampling.rejection import Draft
+from offload_rt.system import clock
 
 
 def decode_step(sequence: TokenSequence) -> Work[Round]:

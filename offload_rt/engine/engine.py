@@ -11,19 +11,18 @@ from itertools import repeat
 
 from cpu_kv import CpuLink, CudaLink, ElementType, Link, PagedKVStore
 from offload_rt.attention.backends import choose_backend, use_triton
+from offload_rt.attention.page_codec import machine_codec
 from offload_rt.caches.sizes import EVERYTHING_STREAMED, GpuTier, Tiers, stored_layout
-from offload_rt.config import Config
+from offload_rt.config.schema import Config
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import Heads
+from offload_rt.drafting.levels.base import kept_means, levels_of, possible
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.prefix import KVPrefix
 from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import kept_means, levels_of, possible
-from offload_rt.machine.hardware import NO_GPU, Hardware, named_hardware
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.inventory import native_kernel
-from offload_rt.machine.memory import available_memory
 from offload_rt.machine.recommendations import without_kernel, without_triton
 from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.cuda_graphs import GraphedModel
@@ -31,7 +30,6 @@ from offload_rt.model.host_embedding import host_bytes
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import BatchRunner, PassThread
 from offload_rt.model.shape import ModelShape
-from offload_rt.page_codec import machine_codec
 from offload_rt.planning.placement import (
     PlanRequest,
     available,
@@ -41,8 +39,10 @@ from offload_rt.planning.placement import (
 )
 from offload_rt.planning.planner import Plan, comparison, ranked
 from offload_rt.planning.prices import behind_a_link
-from offload_rt.second_device import SecondDevice
-from offload_rt.timeline import NO_TIMELINE
+from offload_rt.system.hardware import NO_GPU, Hardware, named_hardware
+from offload_rt.system.memory import available_memory
+from offload_rt.system.second_device import SecondDevice
+from offload_rt.system.timeline import NO_TIMELINE
 
 ProgressReport = Callable[[str, int, int], None]
 """Called with (phase, done, all) while a machine is first measured, and while a prompt is read."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cpu_kv import SequenceKV
 from offload_rt.caches.full import ReadPoint
 from offload_rt.model.runner import CausalModel
-from offload_rt.text import common_beginning
+from offload_rt.text.tokenize import common_beginning
 
 
 def usable_length(points: Sequence[int] | None, length: int) -> int:

@@ -10,7 +10,6 @@ from dataclasses import astuple, dataclass, field, replace
 import torch
 
 from cpu_kv import Link, PagedKVStore, TransferCounters, TransferEngine
-from offload_rt import clock
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
@@ -20,23 +19,24 @@ from offload_rt.caches.remote import CpuAttention, GpuAttention, RemoteAttention
 from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.caches.sizes import EVERYTHING_STREAMED, Tiers
 from offload_rt.caches.split import SplitCache
-from offload_rt.config import Config
+from offload_rt.config.schema import Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.head_drafter import Heads
+from offload_rt.drafting.levels.base import Resources, kept_means, levels_of
+from offload_rt.drafting.levels.compose import compose
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.controller import RoundTimes, SpeculationController
 from offload_rt.engine.prefill import Progress, prefill
 from offload_rt.engine.prefix import KVPrefix
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import Resources, kept_means, levels_of
-from offload_rt.levels.compose import compose
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.scheduler import run_alone
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import with_budget
 from offload_rt.planning.prices import Prices
-from offload_rt.second_device import SecondDevice
-from offload_rt.timeline import NO_TIMELINE, Timeline
+from offload_rt.system import clock
+from offload_rt.system.second_device import SecondDevice
+from offload_rt.system.timeline import NO_TIMELINE, Timeline
 
 PLANNED = {"offload.refresh_from": "auto", "retrieval.bits": "auto", "offload.group_devices": 0}
 """Keys that are as planned where a config leaves them open, with the values that do."""

@@ -7,8 +7,8 @@ import os
 import torch
 
 from offload_rt.errors import first_line
-from offload_rt.installation import pip_install
 from offload_rt.machine.inventory import driver_gpus, read_versions
+from offload_rt.system.installation import pip_install
 
 MINIMUM_DRIVERS = {12: 525, 13: 580}
 """Oldest NVIDIA driver that runs builds of torch for a major version of CUDA."""

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from offload_rt.errors import UsageError, first_line
-from offload_rt.files import locked, write_whole
+from offload_rt.kernels.native import SOURCES
 from offload_rt.machine import inventory
 from offload_rt.machine.cuda import no_cuda_device
-from offload_rt.machine.hardware import GIB, NO_GPU, SYSTEM_BYTES, Gpu, Hardware, Host, named_hardware
 from offload_rt.machine.inventory import GpuFacts, HostFacts, Link
-from offload_rt.machine.memory import CACHE_FOLDER, available_memory, cache_folder
-from offload_rt.native import SOURCES
+from offload_rt.system.files import locked, write_whole
+from offload_rt.system.hardware import GIB, NO_GPU, SYSTEM_BYTES, Gpu, Hardware, Host, named_hardware
+from offload_rt.system.memory import CACHE_FOLDER, available_memory, cache_folder
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is measured next, how much of it is done, and how much there is."""

@@ -19,8 +19,8 @@ import torch
 
 from cpu_kv import SlabAllocator
 from offload_rt.attention.backends import choose_backend, use_triton
-from offload_rt.machine.memory import available_memory, total_memory
-from offload_rt.native import SWITCH, load_kernel
+from offload_rt.kernels.native import SWITCH, load_kernel
+from offload_rt.system.memory import available_memory, total_memory
 
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")

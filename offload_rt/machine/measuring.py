@@ -20,13 +20,13 @@ from offload_rt.attention.backends import choose_backend, cpu_share_backend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import NewTokens
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.host import to_host
-from offload_rt.machine.hardware import AttentionRate, Gpu, Host, ProductRate
 from offload_rt.machine.inventory import GpuFacts, Link, link_now
 from offload_rt.model.passes import PassInput
 from offload_rt.model.quantization import INT8, NF4, Quantization
 from offload_rt.model.quantized_weights import quantized_linear
 from offload_rt.model.runner import CausalModel
+from offload_rt.system.device_copies import to_host
+from offload_rt.system.hardware import AttentionRate, Gpu, Host, ProductRate
 
 CPU = torch.device("cpu")
 ATTENTION_QUERIES = (1, 8, 16, 32)

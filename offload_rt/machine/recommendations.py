@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from offload_rt.machine.hardware import GIB, Gpu
 from offload_rt.machine.inspection import Report
 from offload_rt.machine.inventory import GpuFacts, Link
+from offload_rt.system.hardware import GIB, Gpu
 
 LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s of one PCIe lane in one direction, by generation, before the overhead of packets."""

@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from offload_rt.attention.sums import Softmax
+from offload_rt.caches.layer_kinds import LayerKinds
 from offload_rt.caches.local import Mixer
 from offload_rt.errors import UsageError
 from offload_rt.model.architecture import (
@@ -30,7 +31,7 @@ from offload_rt.model.architecture import (
     rotary_embedding,
     unsupported_settings,
 )
-from offload_rt.model.layer_kinds import LayerKinds, layer_kinds, usable_window
+from offload_rt.model.layer_kinds import layer_kinds, usable_window
 
 ATTENTION_NAME = "offload_rt"
 

@@ -34,12 +34,12 @@ from offload_rt.caches.bounded import (
     fixed_shape_attention,
 )
 from offload_rt.caches.buffers import KVBuffer
-from offload_rt.host import to_device
-from offload_rt.installation import pip_install
 from offload_rt.model.architecture import Rotary
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
+from offload_rt.system.device_copies import to_device
+from offload_rt.system.installation import pip_install
 
 Results = tuple[Tensor, Tensor]
 Step = Callable[[], Results]

@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from offload_rt.attention.sums import Softmax
-from offload_rt.model.architecture import CACHE_ARGUMENT
-from offload_rt.model.attention_hook import LayerPass
-from offload_rt.model.expressions import Expressions, on_meta
-from offload_rt.model.layer_kinds import LayerKinds
-from offload_rt.native.dense import (
+from offload_rt.caches.layer_kinds import LayerKinds
+from offload_rt.kernels.dense import (
     MOST_ROWS,
     LayerWeights,
     NativeLayer,
@@ -27,6 +24,9 @@ from offload_rt.native.dense import (
     RmsNorm,
     supports,
 )
+from offload_rt.model.architecture import CACHE_ARGUMENT
+from offload_rt.model.attention_hook import LayerPass
+from offload_rt.model.expressions import Expressions, on_meta
 
 _PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

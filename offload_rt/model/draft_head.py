@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from offload_rt.errors import UsageError
 from offload_rt.model.loading import DEMO_FOLDER
 from offload_rt.model.runner import CausalModel
-from offload_rt.tensor_files import read_tensors, write_tensors
+from offload_rt.system.tensor_files import read_tensors, write_tensors
 
 KIND = "offload-rt head 1"
 DEMO_HEAD = DEMO_FOLDER / "head" / "head.safetensors"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cpu_kv import ElementType
+from offload_rt.config.settings import AUTO_DTYPE, DTYPES
 from offload_rt.errors import UsageError
-from offload_rt.settings import AUTO_DTYPE, DTYPES
 
 
 def choose_element(name: str, on_gpu: bool, own: ElementType | None) -> ElementType | None:
@@ -24,7 +24,7 @@ def choose_element(name: str, on_gpu: bool, own: ElementType | None) -> ElementT
         return None
     if own is not ElementType.BFLOAT16:
         return ElementType.FLOAT32
-    from offload_rt.native import load_kernel  # with torch, which takes seconds to import
+    from offload_rt.kernels.native import load_kernel  # with torch, which takes seconds to import
 
     kernel = load_kernel()
     return ElementType.BFLOAT16 if kernel is not None and kernel.bfloat16_dots else ElementType.FLOAT32

@@ -1,96 +1,50 @@
-"""Fingerprints of models: one model can go on from the KV of another whose fingerprint is the same."""
+"""The fingerprint of a model: another model with the same one can go on from its KV."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
-
-import torch
-from torch import Tensor
-
-from cpu_kv.sizes import dtype_name
-from offload_rt.context_files import Fingerprint
-from offload_rt.model.quantized_weights import bitsandbytes_scales, named_weights
-from offload_rt.model.runner import CausalModel
-
-_CHUNK = 2**20
-"""Words of 32 bits that a sum is taken of."""
-_CHANGE_NOTHING = {
-    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-    *("initializer_range", "return_dict", "output_attentions", "output_hidden_states", "is_encoder_decoder"),
-    *("id2label", "label2id", "problem_type", "num_labels", "finetuning_task", "task_specific_params"),
-    *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "classifier_dropout"),
-    *("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "pretraining_tp", "auto_map"),
-    *("tie_word_embeddings", "chunk_size_feed_forward", "_attn_implementation"),
-    *("base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan"),
-}
-"""Settings of a config that change nothing that is computed; tied weights show in the weights.
-
-Any other setting may, those included that a later transformers adds.
-"""
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 
-def fingerprint_of(model: CausalModel, tokenizer: str | None) -> Fingerprint:
-    """Returns the fingerprint of a runner, whose frequencies may be those of long sequences.
+@dataclass(frozen=True)
+class Fingerprint:
+    """Describes a model as it was loaded.
 
-    Args:
-        tokenizer: digest of the vocabulary; None: unknown.
+    Attributes:
+        layout: layers, KV heads and head dimension.
+        rotary: rotary frequencies, in radians per position, and the factor on cosines and sines.
+        tokenizer: digest of the vocabulary; None: unknown, as there is no tokenizer.
+        weights: digest of architecture and weights.
     """
-    layout = model.kv_layout()
-    return Fingerprint(
-        (layout.layers, layout.kv_heads, layout.head_dim),
-        dtype_name(model.dtype),
-        (*model.rotary_frequencies.double().tolist(), model.rotary_factor),
-        tokenizer,
-        weights_digest(model),
-    )
 
+    layout: tuple[int, int, int]
+    dtype: str
+    rotary: tuple[float, ...]
+    tokenizer: str | None
+    weights: str
 
-def weights_digest(model: CausalModel) -> str:
-    """Returns a digest of the config of the language model, and of all bytes of its weights."""
-    config = model.module.config.get_text_config().to_dict()
-    settings = {name: value for name, value in config.items() if name not in _CHANGE_NOTHING}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    weights = [
-        *named_weights(model.module),
-        *(("scales", scales) for scales in bitsandbytes_scales(model.module)),
-    ]
-    sums: dict[torch.device, list[Tensor]] = {}
-    for name, weight in weights:
-        plain = name.replace(".mlp.block.", ".mlp.")  # on whichever GPU it is
-        digest.update(f"{plain} {list(weight.shape)} {weight.dtype}".encode())
-        sums.setdefault(weight.device, []).append(checksum(weight))
-    # One read for each device; in an order that does not depend on where parameters are.
-    arrived = {device: iter(torch.cat(found).cpu().split([len(one) for one in found]))
-               for device, found in sums.items()}  # fmt: skip
-    for _, weight in weights:
-        digest.update(next(arrived[weight.device]).numpy().tobytes())
-    return digest.hexdigest()[:32]
+    def difference(self, other: Fingerprint) -> str | None:
+        """Returns what the KV of `other` was computed by and this model has not; None: it fits."""
+        if self.layout != other.layout:
+            return f"another KV layout (layers, heads, head dimension {other.layout}, here {self.layout})"
+        if self.dtype != other.dtype:
+            return f"another dtype ({other.dtype}, here {self.dtype})"
+        # Devices may compute frequencies that differ in the last bit.
+        close = (math.isclose(*pair, rel_tol=1e-5) for pair in zip(self.rotary, other.rotary, strict=False))
+        if len(self.rotary) != len(other.rotary) or not all(close):
+            return "other rotary settings (rope scaling, or a sequence beyond longrope's original context)"
+        if None not in (self.tokenizer, other.tokenizer) and self.tokenizer != other.tokenizer:
+            return "another tokenizer"
+        return None if self.weights == other.weights else "another model"
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
-@torch.inference_mode()
-def checksum(tensor: Tensor) -> Tensor:
-    """Returns sums of 64 bits that depend on every byte of a tensor, on its device, the same on all devices.
-
-    A multilinear hash: words of 32 bits times random odd numbers of 64 bits, modulo 2**64. One changed word
-    always shows, and several go unseen with a probability of 2**-32 (Lemire and Kaser, "Strongly universal
-    string hashing is fast", 2014).
-    """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = data.numel() // 4 * 4
-    rest = torch.nn.functional.pad(data[whole:], (0, whole + 4 - data.numel()))
-    words = data[:whole]
-    if words.storage_offset() % 4:
-        words = words.clone()
-    factors = _factors(tensor.device)
-    parts = (*words.view(torch.int32).split(_CHUNK), rest.view(torch.int32))
-    return torch.stack([(part * factors[: part.numel()]).sum() for part in parts])
-
-
-@functools.cache
-def _factors(device: torch.device) -> Tensor:
-    """Returns random odd numbers of 64 bits, `[_CHUNK]`."""
-    generator = torch.Generator().manual_seed(0x5EED)
-    return torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator).mul_(2).add_(1).to(device)
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises ValueError, KeyError or TypeError for anything else."""
+        stated: dict[str, Any] = json.loads(text)
+        layers, heads, dim = stated.pop("layout")
+        return cls(layout=(layers, heads, dim), rotary=tuple(map(float, stated.pop("rotary"))), **stated)

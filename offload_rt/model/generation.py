@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from transformers.utils.hub import cached_file
 
 from offload_rt.errors import UsageError, briefly, first_line
-from offload_rt.results import SamplingParams
+from offload_rt.sampling.params import SamplingParams
 
 FILE = "generation_config.json"
 DRAWN = ("temperature", "top_p", "top_k", "min_p")

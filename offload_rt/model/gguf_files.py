@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from offload_rt.errors import UsageError
-from offload_rt.machine.hardware import GIB
+from offload_rt.system.hardware import GIB
 
 _EXPANDED = 2  # bytes of a weight in bfloat16
 

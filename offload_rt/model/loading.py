@@ -23,13 +23,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from cpu_kv import ElementType
+from offload_rt.config.settings import NO_QUANTIZATION
 from offload_rt.errors import UsageError, briefly, first_line
-from offload_rt.machine.cuda import no_cuda_device
-from offload_rt.machine.hardware import GIB
 from offload_rt.model.architecture import EMBEDDINGS, FINAL_NORMS
 from offload_rt.model.checkpoint_config import model_config
-from offload_rt.model.dtypes import choose_element
 from offload_rt.model.generation import load_generation_config
 from offload_rt.model.host_embedding import move_to_host
 from offload_rt.model.hub import DEMO, DEMO_PARTS, located
@@ -43,12 +40,9 @@ from offload_rt.model.quantized_checkpoints import (
 from offload_rt.model.quantized_weights import check_sizes, move_scales, stored_bytes
 from offload_rt.model.remote_mlp import place_mlps
 from offload_rt.model.rope import Yarn
-from offload_rt.settings import NO_QUANTIZATION
+from offload_rt.system.hardware import GIB
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "pair"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEVICES = ("auto", "cpu", "cuda")
-_CUDA_DEVICE = re.compile(r"cuda:(\d+)")
 _BODY = re.compile(rf"model\.({'|'.join((*EMBEDDINGS, 'layers', *FINAL_NORMS))})\.|lm_head\.")
 """Weights that a text model uses. Files may hold others: a vision tower, a reward head."""
 _LANGUAGE_MODEL = {
@@ -60,57 +54,6 @@ _ACTIVATION_SCALES = re.compile(r"(input|output|k|v|q)_(scale|zero_point|global_
 """Scales of activations and KV in files whose weights are expanded: nothing is multiplied by them."""
 _INTEGERS = ("I", "U", "BOOL")
 """First letters of the integer dtypes of safetensors."""
-
-
-def choose_device(name: str) -> torch.device:
-    """Returns the device `auto`, `cpu`, `cuda` or `cuda:N`; a GPU with its index, which some functions need.
-
-    Raises:
-        UsageError: another name, or a GPU that is not there.
-    """
-    gpu = _CUDA_DEVICE.fullmatch(name)
-    if name not in DEVICES and gpu is None:
-        raise UsageError(f"device {name!r} is unknown: use one of {', '.join(DEVICES)}, cuda:N")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if missing := no_cuda_device():
-        raise UsageError(f"device {name}: {missing}; or use --device cpu")
-    number, count = int(gpu[1]) if gpu else torch.cuda.current_device(), torch.cuda.device_count()
-    if number >= count:
-        raise UsageError(f"device {name}: this torch sees {count} CUDA devices, counted from 0")
-    return torch.device("cuda", number)
-
-
-def choose_devices(names: str) -> tuple[torch.device, ...]:
-    """Returns the device that computes, and further GPUs that hold KV and attend to it: `cuda:0,cuda:1`.
-
-    Raises:
-        UsageError: see `choose_device`; or the devices cannot be combined.
-    """
-    first, *others = devices = tuple(map(choose_device, names.split(",")))
-    if others and any(device.type == "cpu" for device in devices):
-        raise UsageError(f"device {names}: only GPUs can be combined; write cuda:0,cuda:1")
-    if len(set(devices)) < len(devices):
-        raise UsageError(f"device {names}: names a GPU twice; leave one out")
-    if first.type == "cuda" and first.index != torch.cuda.current_device():
-        raise UsageError(
-            f"device {names}: models run on cuda:{torch.cuda.current_device()}; name that one first, and "
-            "choose the GPU with CUDA_VISIBLE_DEVICES"
-        )
-    return devices
-
-
-def choose_dtype(name: str, device: torch.device, own: object) -> torch.dtype | None:
-    """Returns the torch dtype that `choose_element` decides on; None means the checkpoint's own.
-
-    Args:
-        own: the checkpoint's, by its config; of any other type: it names none.
-    """
-    known = ElementType.of(own) if own in DTYPES.values() else None
-    chosen = choose_element(name, device.type != "cpu", known)
-    return None if chosen is None else DTYPES[str(chosen)]
 
 
 def demo_model(part: str) -> Path:

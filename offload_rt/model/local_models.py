@@ -15,6 +15,7 @@ from pathlib import Path
 from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 from transformers import PreTrainedTokenizerBase
 
+from offload_rt.config.settings import load_settings
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.config_shapes import from_config
@@ -27,7 +28,6 @@ from offload_rt.model.loading import (
     weight_files,
 )
 from offload_rt.model.shape import ModelShape
-from offload_rt.settings import load_settings
 
 FEWER_PARAMETERS = 4
 """A draft has at most the target's parameters divided by this: a larger one is hardly faster."""

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from cpu_kv import ElementType
+from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
+from offload_rt.config.settings import NO_QUANTIZATION
 from offload_rt.errors import UsageError
 from offload_rt.model.hub import DEMO, DEMO_DRAFT, DEMO_PARTS, cached_config, check_exists
-from offload_rt.model.layer_kinds import LayerKind, LayerKinds, Recurrence
+from offload_rt.model.layer_kinds import Recurrence
 from offload_rt.model.quantization import Quantization, packed_mxfp4
 from offload_rt.model.rope import Yarn
 from offload_rt.model.shape import DUAL_CHUNK, ModelShape
-from offload_rt.settings import NO_QUANTIZATION
 
 
 def _qwen3(

@@ -11,7 +11,7 @@ from torch import Tensor
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import Cache, NewTokens
 from offload_rt.caches.local import Mixer
-from offload_rt.host import joined, to_device
+from offload_rt.system.device_copies import joined, to_device
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import ceil
 
+from offload_rt.config.settings import NO_QUANTIZATION
 from offload_rt.errors import UsageError
-from offload_rt.installation import install_extra
-from offload_rt.settings import NO_QUANTIZATION
+from offload_rt.system.installation import install_extra
 
 NF4, INT8, MXFP4 = "nf4", "int8", "mxfp4"
 _NF4_BLOCK, _SCALE_BLOCK = 64, 256

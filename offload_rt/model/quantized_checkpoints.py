@@ -19,6 +19,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.import_utils import is_kernels_available, is_triton_available
 
 from cpu_kv.sizes import dtype_name
+from offload_rt.config.settings import NO_QUANTIZATION
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.quantization import (
     INT8,
@@ -30,7 +31,6 @@ from offload_rt.model.quantization import (
     packed_mxfp4,
 )
 from offload_rt.model.quantized_weights import quiet_bitsandbytes
-from offload_rt.settings import NO_QUANTIZATION
 
 
 def stated_quantization(

@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from offload_rt.caches.layer_kinds import LayerKinds
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.architecture import cache_argument
-from offload_rt.model.layer_kinds import LayerKinds, Recurrence
+from offload_rt.model.layer_kinds import Recurrence
 
 PROBED = torch.bfloat16
 """Data type in which a layer is tried, so that what it keeps in float32 all the same is seen."""

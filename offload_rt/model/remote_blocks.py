@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload_rt.model.architecture import CACHE_ARGUMENT
 from offload_rt.model.quantized_weights import stored_bytes
-from offload_rt.second_device import SecondDevice
+from offload_rt.system.second_device import SecondDevice
 
 
 class RemoteBlocks:

@@ -20,7 +20,6 @@ from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.local_history import LocalLayers
 from offload_rt.caches.split import SplitCache
 from offload_rt.errors import UsageError
-from offload_rt.host import joined, to_device
 from offload_rt.model.architecture import (
     CACHE_ARGUMENT,
     Rotary,
@@ -50,6 +49,7 @@ from offload_rt.model.recurrence import missing_kernels
 from offload_rt.model.remote_blocks import RemoteBlocks, RemotePass
 from offload_rt.model.remote_mlp import RemoteMlp
 from offload_rt.model.self_check import TOKENS, Probe, check_against_own_forward, spread_positions
+from offload_rt.system.device_copies import joined, to_device
 
 
 class NotANumber(UsageError):

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from cpu_kv import CopyFailed
 from cpu_kv.streams import device_streams
-from offload_rt import clock
 from offload_rt.caches.full import FullCache
-from offload_rt.host import to_host
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
-from offload_rt.timeline import Timeline
+from offload_rt.system import clock
+from offload_rt.system.device_copies import to_host
+from offload_rt.system.timeline import Timeline
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cpu_kv import ElementType, KVSizes
-from offload_rt.model.layer_kinds import LayerKind, LayerKinds, Recurrence
+from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
+from offload_rt.model.layer_kinds import Recurrence
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.rope import Yarn

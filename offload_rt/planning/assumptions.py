@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from offload_rt.config import shown
-from offload_rt.drafting.expectations import DRAFT_LENGTHS, REJECTIONS_POWER, RUNNER_UP_HITS, SECOND_CHOICE
-from offload_rt.machine.hardware import GIB
+from offload_rt.config.priors import DRAFT_LENGTHS, REJECTIONS_POWER, RUNNER_UP_HITS, SECOND_CHOICE
+from offload_rt.config.schema import shown
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.prediction import (
     EXCHANGE_MS,
@@ -15,6 +14,7 @@ from offload_rt.planning.prediction import (
     RoundTime,
     product_rates,
 )
+from offload_rt.system.hardware import GIB
 
 
 def machine(request: PlanRequest) -> Iterator[str]:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cpu_kv import ElementType
-from offload_rt.config import Config
+from offload_rt.config.schema import Config
+from offload_rt.drafting.levels.base import possible
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import possible
-from offload_rt.machine.hardware import Hardware
 from offload_rt.model.local_models import LocalModel, drafts_for
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, longest, ranked
+from offload_rt.system.hardware import Hardware
 
 NEW_TOKENS = 256
 """New tokens of a context that is planned, where it has twice as many."""

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 from cpu_kv import KVSizes
 from cpu_kv.sizes import PROMPT_WRITES, READ_TOKENS, page_locked_bytes
 from offload_rt.caches.sizes import MOST_POINTS, PORTION_BYTES, GpuTier, stored_layout, tail_bytes
-from offload_rt.config import Config, SpeculationConfig
-from offload_rt.drafting.expectations import DEMO_ACCEPTANCE, SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
-from offload_rt.drafting.shapes import CHAIN, DraftShape
+from offload_rt.config.draft_shape import CHAIN, DraftShape
+from offload_rt.config.priors import DEMO_ACCEPTANCE, SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
+from offload_rt.config.schema import Config, SpeculationConfig
+from offload_rt.drafting.levels.base import Level, Memory, kept_means, levels_of, local_memory
+from offload_rt.drafting.levels.models import RetrievedLevel
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import Level, Memory, kept_means, levels_of, local_memory
-from offload_rt.levels.models import RetrievedLevel
-from offload_rt.machine.hardware import GIB, Gpu, Hardware
 from offload_rt.model.hub import DEMO
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.shape import ModelShape, yarn_hint
+from offload_rt.system.hardware import GIB, Gpu, Hardware
 
 if TYPE_CHECKING:
     from offload_rt.model.runner import CausalModel

@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import ceil, inf
 
 from cpu_kv import ElementType
-from offload_rt.drafting.shapes import DraftShape
+from offload_rt.config.draft_shape import DraftShape
+from offload_rt.drafting.levels.base import Memory
 from offload_rt.errors import UsageError
-from offload_rt.levels.base import Memory
-from offload_rt.machine.hardware import GIB
 from offload_rt.model.quantization import NF4, Quantization
 from offload_rt.planning import assumptions
 from offload_rt.planning.placement import (
@@ -28,6 +27,7 @@ from offload_rt.planning.placement import (
     shortage,
 )
 from offload_rt.planning.prediction import Predictor, RoundTime
+from offload_rt.system.hardware import GIB
 
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
 THRIFTY = (("store.segment_bytes", 16 * 2**20), ("prefill.chunk", 512), ("retrieval.rest", False))

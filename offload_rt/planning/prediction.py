@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from offload_rt.attention.sizes import MOST_PACKED_QUERIES, PACKED_TILE
-from offload_rt.drafting.expectations import LATER_CHOICES, expected_tokens, outcome_chances
-from offload_rt.drafting.shapes import DraftShape
-from offload_rt.levels.base import Cost
-from offload_rt.machine.hardware import AttentionRate, Gpu, ProductRate
+from offload_rt.config.draft_shape import DraftShape
+from offload_rt.config.priors import LATER_CHOICES, expected_tokens, outcome_chances
+from offload_rt.drafting.levels.base import Cost
+from offload_rt.kernels.sizes import MOST_PACKED_QUERIES, PACKED_TILE
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
+from offload_rt.system.hardware import AttentionRate, Gpu, ProductRate
 
 GRAPH_LAUNCH_SHARE = 0.1
 """Time to launch a step as a CUDA graph, as a share of launching its kernels one by one."""

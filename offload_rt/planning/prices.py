@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from offload_rt.caches.sizes import GpuTier, Tiers
-from offload_rt.drafting.shapes import DraftShape
-from offload_rt.machine.hardware import NO_GPU, Gpu, Hardware, named_hardware
+from offload_rt.config.draft_shape import DraftShape
 from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.prediction import Predictor
+from offload_rt.system.hardware import NO_GPU, Gpu, Hardware, named_hardware
 
 LENGTH_STEP = 1.1  # a sequence that has grown by this factor is priced anew
 UNKNOWN_LINK = 25.0  # GB/s of a link whose rate is not known

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from offload_rt.engine.results import TokenEvent
 from offload_rt.errors import UsageError, first_line
-from offload_rt.results import TokenEvent
 from offload_rt.server.errors import ApiError, error_json
 from offload_rt.server.replies import Json, Reply, timings, usage
 from offload_rt.server.schema import GenerationRequest

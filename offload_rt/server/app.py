@@ -22,11 +22,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from offload_rt.api import LLM
-from offload_rt.documents import document_text
+from offload_rt.api.llm import LLM
 from offload_rt.errors import UsageError, first_line
 from offload_rt.planning.placement import check_positions
-from offload_rt.results import SamplingParams, token_ids
+from offload_rt.sampling.params import SamplingParams, token_ids
 from offload_rt.server.answering import Answering, ClientGone, explained
 from offload_rt.server.errors import ApiError, error_response
 from offload_rt.server.limits import Limits
@@ -41,6 +40,7 @@ from offload_rt.server.schema import (
     supported,
 )
 from offload_rt.server.worker import Closing, Event, Job, Worker
+from offload_rt.text.documents import document_text
 
 Body = TypeVar("Body", bound=BaseModel)
 

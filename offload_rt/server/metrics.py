@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from offload_rt.results import GenerationResult
+from offload_rt.engine.results import GenerationResult
 
 
 @dataclass

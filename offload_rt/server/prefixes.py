@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from offload_rt.api import LLM
+from offload_rt.api.llm import LLM
+from offload_rt.api.sessions import LEAST_TOKENS, SessionFolder
 from offload_rt.engine.prefix import KVPrefix
 from offload_rt.errors import UsageError, first_line
-from offload_rt.sessions import LEAST_TOKENS, SessionFolder
 
 
 class PrefixPool:

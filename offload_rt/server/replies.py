@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from offload_rt.results import FinishReason, TokenEvent
+from offload_rt.engine.results import FinishReason, TokenEvent
 from offload_rt.server.worker import Finished, PromptProgress
-from offload_rt.text import REPLACEMENT, TokenTexts
-from offload_rt.thoughts import ThoughtSplitter
+from offload_rt.text.thoughts import ThoughtSplitter
+from offload_rt.text.tokenize import REPLACEMENT, TokenTexts
 
 FINISH_REASONS: dict[FinishReason, str] = {"length": "length", "eos": "stop", "stop": "stop"}
 """OpenAI's name of each way in which a generation ends."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from offload_rt.errors import UsageError
-from offload_rt.results import SamplingParams, with_changes
+from offload_rt.sampling.params import SamplingParams, with_changes
 
 MOST_CHOICES = 16
 IGNORED = frozenset(

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from offload_rt import clock
-from offload_rt.api import LLM
+from offload_rt.api.llm import LLM
+from offload_rt.engine.output import OutputProcessor, step
+from offload_rt.engine.results import GenerationResult, TokenEvent
 from offload_rt.errors import UsageError, first_line
-from offload_rt.output import OutputProcessor, step
-from offload_rt.results import GenerationResult, SamplingParams, TokenEvent
+from offload_rt.sampling.params import SamplingParams
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.prefixes import PrefixPool
+from offload_rt.system import clock
 
 
 @dataclass(frozen=True)

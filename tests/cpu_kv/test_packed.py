@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cpu_kv.packed import PackedShape, PackedSide, PageCodec
-from offload_rt.native import load_kernel
-from offload_rt.page_codec import MachineCodec
+from offload_rt.attention.page_codec import MachineCodec
+from offload_rt.kernels.native import load_kernel
 
 PLAIN, NATIVE = PageCodec(), MachineCodec(load_kernel())
 SHAPES = st.builds(

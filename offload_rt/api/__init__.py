@@ -1,0 +1,1 @@
+"""The Python API: `LLM`, contexts, batches and saved sessions."""

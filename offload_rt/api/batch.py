@@ -1,0 +1,127 @@
+"""Continues a list of prompts, or of contexts, as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextlib import closing as closed_at_end
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from offload_rt.api.context import Context, Host, Prompt, TokenStream
+from offload_rt.caches.selection import LAST_QUERIES
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.output import OutputProcessor, finish
+from offload_rt.engine.prefix import KVPrefix
+from offload_rt.engine.results import GenerationResult
+from offload_rt.errors import UsageError
+from offload_rt.model.runner import CausalModel
+from offload_rt.planning.placement import check_positions
+from offload_rt.sampling.params import SamplingParams
+from offload_rt.text.tokenize import common_beginning
+
+
+def generate_batch(
+    llm: Host,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    changes: Mapping[str, Any],
+) -> list[GenerationResult]:
+    """Continues prompts together; returns a result for each, in their order.
+
+    Args:
+        params: for all prompts, or one for each.
+        changes: fields of `SamplingParams` with other values than in `params`.
+
+    Raises:
+        UsageError: a prompt or its parameters are not valid, or there is no room for all; names the prompt.
+    """
+    given = _one_each(params, len(prompts))
+    engine = llm.engine
+    checked, wanted, sizes = list[list[int]](), list[SamplingParams](), list[tuple[int, int]]()
+    for at, prompt in enumerate(prompts):
+        with _named(at):
+            wanted.append(llm.checked_params(given[at], changes).seeded())
+            checked.append(llm.prompt_ids(prompt))
+            sizes.append((len(checked[at]), wanted[at].max_tokens))
+            check_positions(engine.target, *sizes[at])
+    with engine.lock, ExitStack() as closing:
+        engine.check_room(sizes, 0 if engine.target.kinds.local else _shared_tokens(checked, engine))
+        opened: dict[int, OutputProcessor] = {}
+        read: list[KVPrefix] = []  # of the prompts that were opened, whose beginnings the others share
+        # The shortest first, so that the rest of its share of a GPU's memory is left to the longer ones.
+        for at in sorted(range(len(sizes)), key=lambda at: sum(sizes[at])):
+            left = len(sizes) - len(opened)
+            runner = engine.target.for_length(*sizes[at])
+            best = _longest(read, checked[at], runner)
+            with _named(at):
+                sequence = engine.open(checked[at], wanted[at].max_tokens, sequences=left, prefix=best)
+            closing.callback(engine.close_sequence, sequence)
+            if left > 1:
+                read.append(closing.enter_context(engine.snapshot(sequence)))
+            engine.begin(sequence, None, llm.continuation(wanted[at], checked[at]))
+            opened[at] = llm.output(sequence, wanted[at], 0)
+        outputs = [opened[at] for at in range(len(sizes))]
+        finish(engine, outputs)
+        return [output.result() for output in outputs]
+
+
+def continue_batch(
+    llm: Host,
+    contexts: Sequence[Context],
+    prompts: Sequence[Prompt] | None,
+    params: SamplingParams | Sequence[SamplingParams],
+    changes: Mapping[str, Any],
+) -> list[GenerationResult]:
+    """Continues contexts together; returns a result for each, in their order. See `LLM.generate_from`."""
+    given = _one_each(params, len(contexts))
+    if prompts is not None and len(prompts) != len(contexts):
+        raise UsageError(f"{len(contexts)} contexts but {len(prompts)} prompts: give one for each")
+    if len({id(context) for context in contexts}) < len(contexts):
+        raise UsageError("a context is in the batch twice: give a fork of it")
+    if any(context.host is not llm for context in contexts):
+        raise UsageError("a context of the batch belongs to another LLM: pass contexts of this LLM")
+    with llm.engine.lock, ExitStack() as closing:
+        streams = list[TokenStream]()
+        for at, context in enumerate(contexts):
+            with _named(at):
+                stream = context.stream(() if prompts is None else prompts[at], given[at], **changes)
+            streams.append(closing.enter_context(closed_at_end(stream)))
+        finish(llm.engine, [stream.output for stream in streams])
+    return [stream.result for stream in streams if stream.result is not None]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """Returns the parameters of each member of a batch."""
+    given = list(params) if isinstance(params, Sequence) else [params] * count
+    if len(given) != count:
+        raise UsageError(f"{count} prompts but {len(given)} parameters: give one for each")
+    return given
+
+
+def _longest(read: Sequence[KVPrefix], tokens: list[int], target: CausalModel) -> KVPrefix | None:
+    """Returns the one of several prefixes that has the most of a prompt; None: there is none.
+
+    The last tokens are left to the prompt, as their queries choose what is retrieved for drafts, on which
+    depends what a seed samples.
+    """
+    most = max(0, len(tokens) - LAST_QUERIES)
+    usable = [one if one.tokens == tokens else replace(one, tokens=one.tokens[:most]) for one in read]
+    return max(usable, key=lambda one: one.begins(tokens, target), default=None)
+
+
+def _shared_tokens(prompts: Sequence[list[int]], engine: Engine) -> int:
+    """Returns for how many tokens of prompts others have the KV, in whole pages."""
+    page, ordered = engine.store.layout.page_size, sorted(prompts)  # neighbours begin alike the longest
+    common = (common_beginning(one, other) for one, other in pairwise(ordered))
+    return sum(max(0, tokens - 1) // page * page for tokens in common)
+
+
+@contextmanager
+def _named(at: int) -> Iterator[None]:
+    """Begins the message of a UsageError with the number of the prompt that it is about."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"prompt {at} of the batch: {error}") from error

@@ -1,0 +1,451 @@
+"""A context: tokens that were read, with their KV. A user appends to it, continues it and rewinds it."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from offload_rt.config.schema import Config
+from offload_rt.engine.engine import Engine
+from offload_rt.engine.output import OutputProcessor, step
+from offload_rt.engine.prefix import KVPrefix
+from offload_rt.engine.prefix_file import SavedContext, save_prefix
+from offload_rt.engine.results import GenerationResult, TokenEvent
+from offload_rt.engine.sequence import Continuation, TokenSequence
+from offload_rt.errors import UsageError
+from offload_rt.model.fingerprint import Fingerprint
+from offload_rt.model.runner import CausalModel
+from offload_rt.planning.placement import check_positions
+from offload_rt.sampling.params import SamplingParams, integer
+from offload_rt.system import clock
+from offload_rt.text.chat import ChatTemplate, Messages, checked_messages, is_messages, with_question
+from offload_rt.text.chat_forms import Message
+from offload_rt.text.thoughts import ThoughtSplitter
+from offload_rt.text.tokenize import common_beginning
+
+GREEDY = SamplingParams()
+ROOM = 2048
+"""New tokens that a context is planned for where nothing else is said."""
+Prompt = str | Sequence[int] | Messages
+
+
+class Host(Protocol):
+    """The interface of an `LLM` that a context uses."""
+
+    engine: Engine
+
+    @property
+    def chat_template(self) -> ChatTemplate: ...
+
+    def prompt_ids(
+        self, prompt: Prompt, *, behind: bool = False, date: datetime | None = None
+    ) -> list[int]: ...
+
+    def checked_params(self, params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams: ...
+
+    def chat_params(self, params: SamplingParams | None, changes: Mapping[str, Any]) -> SamplingParams: ...
+
+    def continuation(self, params: SamplingParams, prompt: Sequence[int]) -> Continuation: ...
+
+    def output(self, sequence: TokenSequence, params: SamplingParams, start: int) -> OutputProcessor: ...
+
+    def composition(self, config: str | None, overrides: Mapping[str, object]) -> Config | None: ...
+
+    def fingerprint(self, target: CausalModel) -> Fingerprint: ...
+
+
+class Context:
+    """Tokens that were read, and those that were generated after them, with their KV. Made by `LLM.read`.
+
+    Several contexts of an `LLM` may be open, and several threads may use them. A context has one open stream
+    at most: any other use of the context closes it. A context is closed by `close`, by `with`, or with its
+    `LLM`.
+
+    Attributes:
+        host: the `LLM` that it belongs to.
+        closed: its KV was given back.
+        messages: the chat messages that it was read from, and those of the chat since then; None: it was
+            read from a text or token IDs. `ask` goes by them: setting them to earlier ones takes questions
+            and answers back.
+        date: the date and time at which its messages were first rendered. A template that writes the date
+            goes on writing this one, so that what was read stays valid, also on another day.
+    """
+
+    def __init__(self, host: Host, sequence: TokenSequence) -> None:
+        self.host = host
+        self._engine = host.engine
+        self._sequence = sequence
+        self._stream: TokenStream | None = None
+        self.messages: list[Message] | None = None
+        self.date = clock.date()
+        self.closed = False
+
+    @classmethod
+    def open(cls, host: Host, tokens: Sequence[int], room: int, prefix: KVPrefix | None = None) -> Context:
+        """Reads tokens, but for those that `prefix` has; the engine's lock is held. See `LLM.read`."""
+        left = host.engine.target.max_length(len(tokens)) - len(tokens)
+        least = 0 if prefix is not None else 1  # one that is full may be rewound
+        return cls(host, host.engine.open(tokens, max(least, min(room, left)), prefix=prefix))
+
+    @classmethod
+    def load(
+        cls, host: Host, saved: SavedContext, room: int, tokens: Sequence[int] | None = None
+    ) -> tuple[Context, int]:
+        """Opens a context with the KV of a saved one.
+
+        Args:
+            tokens: its tokens, of which those that follow the longest common beginning with the saved ones
+                are read; None: the saved ones.
+
+        Returns:
+            The context, and the number of tokens that were there.
+
+        Raises:
+            UsageError: the model or the memory does not fit, or the file is corrupt.
+        """
+        engine, wanted = host.engine, host.prompt_ids(saved.tokens if tokens is None else tokens)
+        with engine.lock:
+            room = max(0, min(room, engine.target.max_length(len(wanted)) - len(wanted)))
+            engine.check_room([(len(wanted), room)])
+            target = engine.target.for_length(len(wanted), room)
+            saved.check(host.fingerprint(target))
+            there = common_beginning(saved.tokens, wanted)
+            with saved.load(engine, target, there, engine.on_progress) as prefix:
+                context = cls.open(host, wanted, room, prefix)
+        context.messages = saved.messages if tokens is None else None
+        context.date = saved.date or context.date
+        return context, there
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token IDs that were read, and those that were generated."""
+        with self._engine.lock:
+            made = self._stream
+            if made is None:
+                return list(self._sequence.tokens)
+            return [*self._sequence.tokens[: self._sequence.start], *made.tokens]
+
+    @property
+    def placement(self) -> dict[str, int]:
+        """Number of tokens of each layer by tier: resident, CPU, other GPUs, streamed."""
+        return self._sequence.placement
+
+    def append(self, prompt: Prompt) -> None:
+        """Appends a text or token IDs and reads them. Where that fails, the context is as it was.
+
+        Raises:
+            UsageError: it does not fit, or the context is closed.
+        """
+        tokens = self.host.prompt_ids(prompt, behind=True)
+        with self._engine.lock:
+            self._turn_to_use()
+            self._engine.check_growth(self._sequence, len(tokens))
+            self._engine.read(self._sequence, tokens)
+
+    def update(self, prompt: Prompt) -> int:
+        """Makes the context hold exactly `prompt`; reads only what follows their longest common beginning.
+
+        Where that fails, the context holds the common beginning alone.
+
+        Returns:
+            Number of tokens that were kept and need not be read again.
+
+        Raises:
+            UsageError: the prompt does not fit, or the context is closed.
+        """
+        wanted = self.host.prompt_ids(prompt, date=self.date)
+        with self._engine.lock:
+            self._turn_to_use()
+            kept = self._update(wanted, 0)
+            self.messages = checked_messages(prompt) if is_messages(prompt) else None
+            return kept
+
+    def _update(self, wanted: list[int], new_tokens: int) -> int:
+        """Does what `update` does, where there is room for `new_tokens` more."""
+        engine, sequence = self._engine, self._sequence
+        check_positions(engine.target, len(wanted), new_tokens)
+        kept = common_beginning(sequence.tokens, wanted)
+        engine.check_growth(sequence, len(wanted) + new_tokens - kept, kept)
+        engine.rewind(sequence, kept)
+        held = min(kept, sequence.full.verified_length + 1)
+        if kept < len(wanted):
+            engine.read(sequence, wanted[kept:])
+        return held
+
+    def generate(
+        self,
+        prompt: Prompt = (),
+        params: SamplingParams = GREEDY,
+        config: str | None = None,
+        overrides: Mapping[str, object] = {},
+        **changes: Any,
+    ) -> GenerationResult:
+        """Appends a prompt, if there is one, and continues the context, which then contains both.
+
+        Args:
+            config: another config than the LLM's own, for this call only. It uses the same KV; means of it
+                that the config retrieves by are computed when they are first needed.
+            overrides: config values by full key, for a `config` that is named.
+            changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
+
+        Raises:
+            UsageError: the prompt does not fit, `config` cannot continue this context, or it is closed.
+        """
+        return self.stream(prompt, params, config, overrides, **changes).finish()
+
+    def stream(
+        self,
+        prompt: Prompt = (),
+        params: SamplingParams = GREEDY,
+        config: str | None = None,
+        overrides: Mapping[str, object] = {},
+        **changes: Any,
+    ) -> TokenStream:
+        """Like `generate`, token by token. Closing the stream stops it; the tokens that were taken stay."""
+        params = self.host.checked_params(params, changes)
+        settings = self.host.composition(config, overrides)
+        tokens = self.host.prompt_ids(prompt, behind=True) if len(prompt) else []
+        with self._engine.lock:
+            self._turn_to_use()
+            self._engine.check_growth(self._sequence, len(tokens) + params.max_tokens)
+            sequence, start = self._sequence, len(self._sequence.tokens)
+            if settings is not None:
+                settings = sequence.retrievable(settings)  # refused before the prompt is appended
+            if tokens:
+                self._engine.read(sequence, tokens)
+            return self._begin(start, params, settings)
+
+    def _begin(
+        self,
+        start: int,
+        params: SamplingParams,
+        settings: Config | None = None,
+        on_end: Callable[[GenerationResult], object] = lambda result: None,
+    ) -> TokenStream:
+        """Begins to continue the context, which had `start` tokens before what it is asked for."""
+        params = params.seeded()
+        continuation = self.host.continuation(params, self._sequence.tokens)
+        self._engine.begin(self._sequence, settings, continuation)
+        output = self.host.output(self._sequence, params, start)
+        self._stream = TokenStream(self._engine, output, on_end)
+        return self._stream
+
+    def ask(
+        self,
+        question: str | None,
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool | None = None,
+        **changes: Any,
+    ) -> GenerationResult:
+        """Answers a question about the messages of the context, and adds both to them.
+
+        A question follows a document, the user's last message, in the same message; it is one of its own
+        where the assistant's is the last. Only what the context does not hold yet is read. Where the call
+        fails, `messages` are as before.
+
+        Args:
+            question: None: the last of the messages is one.
+            params: None: the sampling that the model suggests, else greedy decoding.
+            thinking: whether the model shall think before it answers; None: as the template has it.
+            changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
+
+        Raises:
+            UsageError: the question does not fit, or the context was not read from messages, or it is closed.
+        """
+        stream = self.stream_ask(question, params, thinking=thinking, **changes)
+        before = self.messages
+        try:
+            return stream.finish()
+        except BaseException:
+            self.messages = before
+            raise
+
+    def stream_ask(
+        self,
+        question: str | None,
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool | None = None,
+        **changes: Any,
+    ) -> TokenStream:
+        """Like `ask`, token by token.
+
+        The messages follow when the stream has ended or is closed, unless no token was taken.
+        """
+        params = self.host.chat_params(params, changes)
+        with self._engine.lock:
+            self._turn_to_use()  # an answer that is under way becomes a message
+        if self.messages is None:
+            remedy = 'read messages, llm.read([{"role": "user", "content": text}])'
+            raise UsageError(f"this context was read from a text and cannot be asked: {remedy}")
+        asked = with_question(self.messages, question)
+        template = self.host.chat_template.dated(self.date)
+        thinking = template.thoughts(thinking, params.json_schema)
+        wanted = self.host.prompt_ids(template.encode(asked, thinking=thinking))
+        with self._engine.lock:
+            self._turn_to_use()
+            kept = self._update(wanted, params.max_tokens)
+            return self._begin(kept, params, on_end=partial(self._answered, asked))
+
+    def _answered(self, asked: list[Message], result: GenerationResult) -> None:
+        if result.tokens and result.finish_reason != "error":
+            self.messages = [*asked, {"role": "assistant", "content": result.answer}]
+
+    def fork(self, room: int = ROOM) -> Context:
+        """Returns a second context of these tokens, at once: each goes on by itself.
+
+        Their KV is shared until they differ.
+
+        Args:
+            room: new tokens that it is planned for. It may grow beyond, where memory allows.
+
+        Raises:
+            UsageError: there is no room for it, or the context is closed.
+        """
+        room = integer("room", room)
+        with self._engine.lock, self.snapshot() as prefix:
+            fork = Context.open(self.host, prefix.tokens, room, prefix)
+            fork.messages, fork.date = copy.deepcopy(self.messages), self.date
+            return fork
+
+    def save(self, path: str | Path) -> None:
+        """Saves the tokens and their KV to a file, for `LLM.load`. Where that fails, the context goes on.
+
+        The file is written to a new name, and renamed when it is on the disk.
+
+        Raises:
+            UsageError: it cannot be written, or the context is closed.
+        """
+        with self.snapshot() as prefix:  # other threads may use the engine while it is written
+            fingerprint = self.host.fingerprint(prefix.target)
+            progress = self._engine.on_progress
+            save_prefix(Path(path), prefix, fingerprint, self.messages, progress, date=self.date)
+
+    def snapshot(self) -> KVPrefix:
+        """Returns the tokens with their KV, which the context shares and goes on from; to be closed.
+
+        Closes an open stream.
+        """
+        with self._engine.lock:
+            self._turn_to_use()
+            return self._engine.snapshot(self._sequence)
+
+    def rewind(self, length: int) -> None:
+        """Forgets the tokens from position `length` on, and their KV.
+
+        Raises:
+            UsageError: there are fewer tokens, or none would be left.
+        """
+        length = integer("length", length)
+        with self._engine.lock:
+            self._turn_to_use()
+            there = len(self._sequence.tokens)
+            if not 1 <= length <= there:
+                raise UsageError(f"rewind to {length}: the context has {there} tokens; give 1 to {there}")
+            self._sequence.check_length(length)
+            self._engine.rewind(self._sequence, length)
+
+    def _turn_to_use(self) -> None:
+        """Closes the open stream, of which taken tokens are kept. Raises UsageError where this is closed."""
+        self._engine.check_open()
+        if self.closed:
+            raise UsageError("this context is closed: read the text again")
+        if (stream := self._stream) is not None:
+            stream.close()
+            self._engine.rewind(self._sequence, self._sequence.start + len(stream.tokens))
+            self._stream = None  # last: an interrupt before it leaves the stream to be closed
+
+    def close(self) -> None:
+        """Gives the KV back. Idempotent."""
+        with self._engine.lock:
+            if self.closed:
+                return
+            self.closed = True
+            if self._stream is not None:
+                self._stream.close()
+            self._engine.close_sequence(self._sequence)
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class TokenStream(Iterator[TokenEvent]):
+    """Streaming output of one sequence: an iterator of token events. Closing it or its context ends it.
+
+    Args:
+        on_end: called once with the result when the stream has ended.
+
+    Attributes:
+        output: turns the sequence's decode steps into events.
+        result: the text with its statistics, once the stream has ended.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        output: OutputProcessor,
+        on_end: Callable[[GenerationResult], object] = lambda result: None,
+    ) -> None:
+        self.result: GenerationResult | None = None
+        self._engine = engine
+        self.output = output
+        self._on_end = on_end
+        self._events: Iterator[TokenEvent] = iter(())
+
+    def splitter(self) -> ThoughtSplitter:
+        """Returns a splitter of the text into its thoughts and its answer."""
+        return self.output.splitter()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token IDs that were taken."""
+        return self.output.tokens
+
+    def __next__(self) -> TokenEvent:
+        try:
+            while self.result is None:
+                if (event := next(self._events, None)) is not None:
+                    return event
+                if self.output.ended:
+                    break
+                with self._engine.lock:
+                    if self.result is None:  # no other thread has closed it
+                        (self._events,) = step(self._engine, [self.output])
+        except BaseException:
+            self.close()
+            raise
+        if self.result is None:
+            self.close()
+            if self.output.error is not None:
+                raise self.output.error
+        raise StopIteration
+
+    def finish(self) -> GenerationResult:
+        """Takes the tokens that are left; returns the result."""
+        deque(self, maxlen=0)
+        assert self.result is not None
+        return self.result
+
+    def close(self) -> None:
+        """Ends the stream; the tokens that were taken stay. Idempotent, from any thread."""
+        with self._engine.lock:
+            if self.result is None:
+                try:
+                    # The link would go on into a pass that nobody asks for.
+                    self._engine.stop(self.output.sequence)
+                finally:  # also where a second interrupt cuts that short
+                    self.result = self.output.result()
+                    self._on_end(self.result)

@@ -1,0 +1,463 @@
+"""The Python API: `LLM` turns prompts into text (see `engine/results.py` for parameters and results)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast, overload
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cpu_kv import Link
+from offload_rt.api.batch import continue_batch, generate_batch
+from offload_rt.api.context import GREEDY, ROOM, Context, Prompt, TokenStream
+from offload_rt.api.opening import Opened, check_files, name_of, open_models
+from offload_rt.config.schema import AUTO, Config
+from offload_rt.drafting.datastore import fingerprint as vocabulary_digest
+from offload_rt.drafting.levels.base import needs_draft_model
+from offload_rt.drafting.levels.configs import load_config, load_configs
+from offload_rt.drafting.logits import Grammar
+from offload_rt.drafting.thought_grammar import thoughts_first
+from offload_rt.drafting.verifier import Sampling
+from offload_rt.engine.engine import ProgressReport
+from offload_rt.engine.output import OutputProcessor
+from offload_rt.engine.prefix_file import SavedContext
+from offload_rt.engine.results import GenerationResult
+from offload_rt.engine.sequence import Continuation, TokenSequence
+from offload_rt.errors import UsageError
+from offload_rt.model.config_shapes import ignored_parts
+from offload_rt.model.fingerprint import Fingerprint
+from offload_rt.model.generation import GenerationDefaults
+from offload_rt.model.rope import Yarn
+from offload_rt.model.runner import CausalModel
+from offload_rt.model.weights_digest import fingerprint_of
+from offload_rt.planning.planner import Plan
+from offload_rt.sampling.params import SamplingParams, integer, is_batch, token_ids, with_changes
+from offload_rt.sampling.sampler import GeneratorDraws
+from offload_rt.system import clock
+from offload_rt.text.chat import ChatTemplate, Messages, checked_messages, is_messages
+from offload_rt.text.json_grammar import JsonGrammars
+from offload_rt.text.thoughts import ThoughtMarks
+from offload_rt.text.tokenize import decode, encode
+
+
+class LLM:
+    """A target model, perhaps a draft model, and a composition of them. Threads may share it.
+
+    Args:
+        model: folder or hub ID of the target; None: the embedded demo pair.
+        draft: folder or hub ID of the small model; None: the demo draft for the demo target, else none;
+            "none": none. Levels of the config that need one are left out, and a notice says so. "auto": of
+            no draft and the models with the target's vocabulary in the hub's cache, beside the target and in
+            the settings' folders, the one that is predicted to be fastest for `size_hint`.
+        config: name of a shipped config, or a TOML file; `auto`: for each prompt the config that is predicted
+            to be fastest, of those that the models allow.
+        device: auto, cpu or cuda; further GPUs behind commas, cuda:0,cuda:1: they keep and attend KV, and the
+            second one has what weights the first one has no room for.
+        dtype: auto, float32, bfloat16 or float16; see `choose_dtype` for auto.
+        overrides: config values by full key, e.g. `{"retrieval.budget": 4096}`.
+        on_progress: called with the progress of loading and prefill, and of measuring a machine for its first
+            plan.
+        on_notice: called with a line for the user.
+        on_plan: called with the plan for `size_hint`, before weights are read.
+        rope: `yarn:FACTOR` stretches the target's positions by YaRN; None: as its config.json says.
+        size_hint: prompt tokens and new ones for which there must be room: what cannot fit is refused before
+            weights are read. With a second GPU, weights are spread for this size; None: for the longest.
+        quantize: nf4 or int8: quantises the target's weights as they load (needs the extra `quantized`).
+
+    Attributes:
+        plan: placement and speed that the planner predicts for `size_hint`; None without one.
+
+    Raises:
+        UsageError: the models, the config or the devices do not exist, do not go together or do not fit.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        draft: str | Path | None = None,
+        config: str = AUTO,
+        device: str = "auto",
+        dtype: str = "auto",
+        overrides: Mapping[str, object] = {},
+        on_progress: ProgressReport | None = None,
+        on_notice: Callable[[str], None] | None = None,
+        size_hint: tuple[int, int] | None = None,
+        rope: str | Yarn | None = None,
+        on_plan: Callable[[Plan], None] | None = None,
+        quantize: str = "none",
+    ) -> None:
+        opened = open_models(
+            model, draft, config, device, dtype, overrides, rope, size_hint, on_progress, on_plan, quantize
+        )
+        self._start(opened, on_progress, on_notice)
+
+    @classmethod
+    def from_models(
+        cls,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: str = AUTO,
+        overrides: Mapping[str, object] = {},
+        on_progress: ProgressReport | None = None,
+        on_notice: Callable[[str], None] | None = None,
+        link: Link | None = None,
+        other_links: Sequence[Link] = (),
+    ) -> LLM:
+        """Returns an LLM of loaded transformers models; `close` leaves them as they were found.
+
+        Args:
+            link: moves KV to the device; None: the link that the target's device needs.
+            other_links: to other GPUs, which keep and attend a share of the KV; closed with the LLM.
+        """
+        llm = cls.__new__(cls)
+        configs = load_configs(config, overrides)
+        if not needs_draft_model(configs):
+            draft = None
+        small = None if draft is None else (draft, name_of(draft))
+        opened = Opened((target, name_of(target)), small, tokenizer, configs, other_links)
+        llm._start(opened, on_progress, on_notice, link)
+        return llm
+
+    def _start(
+        self,
+        opened: Opened,
+        on_progress: ProgressReport | None,
+        on_notice: Callable[[str], None] | None,
+        link: Link | None = None,
+    ) -> None:
+        self.plan = opened.plan
+        self.tokenizer = opened.tokenizer
+        self._notices: list[str] = []
+        self._on_notice = on_notice
+        self.engine = opened.engine(link, on_progress, self._notice)
+        self._fingerprints: dict[CausalModel, Fingerprint] = {}
+        self._streams: list[tuple[weakref.ref[TokenStream], TokenSequence]] = []
+        notices = ignored_parts(opened.target[0].config), *opened.notices, *self._defaults.notices
+        for notice in notices:
+            if notice:
+                self._notice(notice)
+
+    def _notice(self, text: str) -> None:
+        self._notices.append(text)
+        if self._on_notice is not None:
+            self._on_notice(text)
+
+    @property
+    def model_sampling(self) -> SamplingParams | None:
+        """Sampling that the model's generation_config.json suggests; None: greedy decoding, or nothing."""
+        suggested = self._defaults.sampling
+        return None if suggested == GREEDY else suggested
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """End-of-text tokens of the model's generation config, its config and its tokenizer."""
+        return self._defaults.end_tokens
+
+    @property
+    def _defaults(self) -> GenerationDefaults:
+        """What the model's files say about generation."""
+        return GenerationDefaults(self.engine.target.module, self.tokenizer)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The chat template of the model's tokenizer. Raises UsageError where there is none."""
+        return ChatTemplate(self.tokenizer, self.engine.target.name, self._notice)
+
+    @cached_property
+    def _thoughts(self) -> ThoughtMarks:
+        """How the model marks its thoughts."""
+        return ThoughtMarks(self.tokenizer)
+
+    @cached_property
+    def _json_grammars(self) -> JsonGrammars:
+        """Grammars of JSON schemas over the model's tokens. Raises UsageError where there can be none."""
+        return JsonGrammars(self.tokenizer, self.engine.target.vocabulary)
+
+    def encode(self, text: str, last: int | None = None, *, special: bool = True) -> list[int]:
+        """Returns the token IDs of a text.
+
+        Args:
+            last: keep this many of the last tokens, and a beginning-of-text token in front of them.
+            special: add the special tokens that the tokenizer puts around a text.
+        """
+        if self.tokenizer is None:
+            name = self.engine.target.name
+            raise UsageError(f"model {name} has no tokenizer: give the prompt as token ids")
+        return encode(self.tokenizer, text, last, special=special)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Returns the text of token IDs (also a tensor), without special tokens: what `encode` was given.
+
+        Args:
+            special: write special tokens as well.
+
+        Raises:
+            UsageError: a token is outside the vocabulary, or the model has no tokenizer.
+        """
+        if self.tokenizer is None:
+            name = self.engine.target.name
+            raise UsageError(f"model {name} has no tokenizer: its tokens have no text")
+        return decode(self.tokenizer, self._known(token_ids(tokens), "token"), special=special)
+
+    def _known(self, tokens: list[int], what: str) -> list[int]:
+        """Returns token IDs that are in the vocabulary. Raises UsageError, which begins with `what`."""
+        vocabulary = self.engine.target.vocabulary
+        outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
+        if outside is not None:
+            raise UsageError(f"{what} {outside} is outside the vocabulary of {vocabulary}")
+        return tokens
+
+    def read(self, prompt: Prompt, room: int = ROOM) -> Context:
+        """Reads a text, token IDs or chat messages, once; the context that is returned owns their KV.
+
+        Of a context that was read from messages, the last of them a document, say, `Context.ask` asks.
+
+        Args:
+            room: new tokens that the context is planned for. It may grow beyond, where memory allows.
+
+        Raises:
+            UsageError: there is no room for it, beside the contexts that are open.
+        """
+        room, date = integer("room", room), clock.date()
+        tokens = self.prompt_ids(prompt, date=date)
+        with self.engine.lock:
+            self._close_dropped()
+            context = Context.open(self, tokens, room)
+        context.messages = checked_messages(prompt) if is_messages(prompt) else None
+        context.date = date
+        return context
+
+    def load(self, path: str | Path, room: int = ROOM) -> Context:
+        """Loads a context that `Context.save` saved; it goes on as if it had never been saved.
+
+        Args:
+            room: new tokens that it is planned for. It may grow beyond, where memory allows.
+
+        Raises:
+            UsageError: there is no such file, it is corrupt, this model cannot go on from it, or there is no
+                room for it beside the contexts that are open.
+        """
+        room = integer("room", room)
+        with self.engine.lock, SavedContext(Path(path)) as saved:
+            self._close_dropped()
+            return Context.load(self, saved, room)[0]
+
+    @overload
+    def generate(
+        self, prompt: Prompt, params: SamplingParams = GREEDY, **changes: Any
+    ) -> GenerationResult: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        **changes: Any,
+    ) -> list[GenerationResult]: ...
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        **changes: Any,
+    ) -> GenerationResult | list[GenerationResult]:
+        """Continues a prompt (a text, token IDs, also a tensor, or chat messages), or several as one batch.
+
+        Short for `read`, `Context.generate` and `Context.close`. The sequences of a batch share their passes,
+        and what several prompts begin with is read once.
+        Each has its own length, acceptance, stop and seed; one that fails while they are continued ends
+        alone, with `finish_reason` "error". An interrupt ends all of them.
+
+        Args:
+            params: for all prompts, or one for each.
+            changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
+        """
+        if is_batch(prompt):
+            with self.engine.lock:
+                self._close_dropped()
+            return generate_batch(self, cast(Sequence[Prompt], prompt), params, changes)
+        return self.stream(cast(Prompt, prompt), cast(SamplingParams, params), **changes).finish()
+
+    def generate_from(
+        self,
+        contexts: Sequence[Context],
+        prompts: Sequence[Prompt] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        **changes: Any,
+    ) -> list[GenerationResult]:
+        """Continues several contexts as one batch, forks of one context, say; see `Context.generate`.
+
+        Each context then contains its prompt and what was generated. See `generate` for failures.
+
+        Args:
+            prompts: one for each context, which is appended to it; None: the contexts go on as they are.
+            params: for all contexts, or one for each.
+            changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
+
+        Raises:
+            UsageError: a prompt does not fit, or a context is closed, of another LLM, or given twice.
+        """
+        return continue_batch(self, contexts, prompts, params, changes)
+
+    def stream(self, prompt: Prompt, params: SamplingParams = GREEDY, **changes: Any) -> TokenStream:
+        """Continues `prompt` token by token. Closing the stream stops it; its `result` has what was made.
+
+        Several streams may be open: each has its own sequence.
+
+        Args:
+            changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
+        """
+        params = self.checked_params(params, changes).seeded()
+        tokens, engine = self.prompt_ids(prompt), self.engine
+        with engine.lock:
+            self._close_dropped()
+            sequence = engine.open(tokens, params.max_tokens)
+            with ExitStack() as failed:
+                failed.callback(engine.close_sequence, sequence)
+                engine.begin(sequence, None, self.continuation(params, tokens))
+                # Nothing that the LLM holds may hold the stream: see `_close_dropped`.
+                stream = TokenStream(
+                    engine, self.output(sequence, params), lambda result: engine.close_sequence(sequence)
+                )
+                self._streams.append((weakref.ref(stream), sequence))
+                failed.pop_all()
+            return stream
+
+    def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool | None = None,
+        **changes: Any,
+    ) -> GenerationResult:
+        """Answers chat messages, as the model's chat template writes them.
+
+        Args:
+            params: None: the sampling that the model suggests, else greedy decoding.
+            thinking: whether the model shall think before it answers; None: as the template has it.
+            changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
+
+        Raises:
+            UsageError: the messages are not valid or do not fit, or the model has no chat template.
+        """
+        return self.stream_chat(messages, params, thinking=thinking, **changes).finish()
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool | None = None,
+        **changes: Any,
+    ) -> TokenStream:
+        """Like `chat`, token by token; closing the stream stops it."""
+        params = self.chat_params(params, changes)
+        thinking = self.chat_template.thoughts(thinking, params.json_schema)
+        return self.stream(self.chat_template.encode(messages, thinking=thinking), params)
+
+    def _close_dropped(self) -> None:
+        """Closes the sequences of streams that nobody holds any more."""
+        held = []
+        for one, sequence in self._streams:
+            stream = one()
+            if stream is None:
+                self.engine.close_sequence(sequence)
+            elif stream.result is None:
+                held.append((one, sequence))
+        self._streams = held
+
+    # The interface that a context uses (`context.Host`).
+
+    def prompt_ids(self, prompt: Prompt, *, behind: bool = False, date: datetime | None = None) -> list[int]:
+        """Returns the token IDs of a prompt, checked.
+
+        Args:
+            behind: the prompt is appended to others, so that no beginning-of-text token goes before it.
+            date: the one that a chat template writes; None: now.
+        """
+        if is_messages(prompt):
+            if behind:
+                raise UsageError(
+                    "chat messages cannot be appended: give all of them to Context.update, or ask"
+                )
+            tokens = self.chat_template.dated(date).encode(prompt)
+        else:
+            tokens = self.encode(prompt, special=not behind) if isinstance(prompt, str) else token_ids(prompt)
+        if not tokens or (isinstance(prompt, str) and not prompt):
+            raise UsageError("the prompt is empty: give it at least one token")
+        return self._known(tokens, "prompt token")
+
+    def checked_params(self, params: SamplingParams, changes: Mapping[str, Any] = {}) -> SamplingParams:
+        """Returns `params` with other values of some fields, checked for this model."""
+        params = with_changes(params, changes)
+        if params.stop and self.tokenizer is None:
+            name = self.engine.target.name
+            raise UsageError(f"model {name} has no tokenizer: stop strings cannot be used")
+        if params.json_schema is not None:
+            _ = self._json_grammars
+        return params
+
+    def chat_params(self, params: SamplingParams | None, changes: Mapping[str, Any]) -> SamplingParams:
+        """Like `checked_params`; None is the sampling that the model suggests, else greedy decoding."""
+        return self.checked_params((self.model_sampling or GREEDY) if params is None else params, changes)
+
+    def output(self, sequence: TokenSequence, params: SamplingParams, start: int = 0) -> OutputProcessor:
+        """Returns the output processor of a sequence, which turns rounds into events.
+
+        The model's own stop strings end a text like its end tokens, unless it must fit a schema.
+        """
+        if not params.ignore_eos and params.json_schema is None:
+            params = replace(params, stop=(*params.stop, *self._defaults.stop_strings))
+        return OutputProcessor(
+            self.engine, sequence, params, self.tokenizer, self._notices, start, self._thoughts
+        )
+
+    def continuation(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Continuation:
+        """Returns the settings of a continuation of a prompt; `params` must have a seed."""
+        self.checked_params(params)
+        assert params.seed is not None
+        draws = GeneratorDraws(params.seed, self.engine.target.device)
+        ends = frozenset() if params.ignore_eos else self.end_tokens
+        grammar: Grammar | None = None
+        if params.json_schema is not None:
+            grammar = self._json_grammars.grammar(str(params.json_schema), ends)
+            vocabulary = self.engine.target.vocabulary
+            grammar = thoughts_first(
+                self._thoughts, grammar, prompt, params.max_tokens // 2, ends, vocabulary
+            )
+        sampling = Sampling(params, draws, ends, grammar)
+        return Continuation(sampling, params.max_tokens)
+
+    def composition(self, config: str | None, overrides: Mapping[str, object] = {}) -> Config | None:
+        """Returns the config of that name or file; None, the LLM's own, where no name is given."""
+        if config is None:
+            if overrides:
+                raise UsageError(f"overrides {', '.join(overrides)}: name the config that they are for")
+            return None
+        given = load_config(config, overrides)
+        check_files([given], self.tokenizer, self.engine.target.vocabulary)
+        return self.engine.available(given)
+
+    def fingerprint(self, target: CausalModel) -> Fingerprint:
+        """Returns what a model must have in common with a runner of this one to go on from its KV."""
+        with self.engine.lock:
+            if target not in self._fingerprints:
+                digest = None if self.tokenizer is None else vocabulary_digest(self.tokenizer)
+                self._fingerprints[target] = fingerprint_of(target, digest)
+            return self._fingerprints[target]
+
+    def close(self) -> None:
+        """Gives memory back and leaves models as they were given. Idempotent."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

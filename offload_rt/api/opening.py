@@ -1,0 +1,182 @@
+"""Opens models for an `LLM`: chooses devices, plans, and loads weights only where the plan fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cpu_kv import CudaLink, ElementType, Link
+from offload_rt.config.schema import AUTO, NO_DRAFT, Config
+from offload_rt.config.settings import NO_QUANTIZATION
+from offload_rt.drafting.levels.base import needs_draft_model, possible, used_levels
+from offload_rt.drafting.levels.configs import load_configs
+from offload_rt.engine.engine import Engine, ProgressReport
+from offload_rt.errors import UsageError
+from offload_rt.machine.devices import DEVICES, choose_devices, choose_dtype
+from offload_rt.machine.inspection import usable_hardware
+from offload_rt.model.checkpoint_config import model_config
+from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.hub import DEMO, DEMO_DRAFT
+from offload_rt.model.loading import (
+    check_same_tokens,
+    checked_config,
+    load_model,
+    load_tokenizer,
+    model_source,
+)
+from offload_rt.model.local_models import local_drafts
+from offload_rt.model.named_shapes import find_shape
+from offload_rt.model.quantized_checkpoints import installed_quantization, refuse_dependent_rows
+from offload_rt.model.rope import Yarn
+from offload_rt.model.shape import ModelShape
+from offload_rt.planning.local_plans import choose_draft
+from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.planner import Plan, ranked
+
+SHORTEST_CONTEXT = 1024  # tokens: weights are spread over GPUs for no shorter one
+Sizes = tuple[int, int]
+"""Prompt tokens and new ones."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Loaded models with their names, and what an engine needs beside them."""
+
+    target: tuple[PreTrainedModel, str]
+    draft: tuple[PreTrainedModel, str] | None
+    tokenizer: PreTrainedTokenizerBase | None
+    configs: Sequence[Config]
+    other_links: Sequence[Link] = ()
+    plan: Plan | None = None  # for the sizes that there must be room for; None: none were given
+    notices: tuple[str, ...] = ()
+
+    def engine(
+        self, link: Link | None, on_progress: ProgressReport | None, on_notice: Callable[[str], None]
+    ) -> Engine:
+        """Returns an engine of the models. Where it refuses them, they are as they were."""
+        vocabulary = getattr(self.target[0].config.get_text_config(), "vocab_size", None)
+        check_files(self.configs, self.tokenizer, vocabulary)
+        with ExitStack() as refused:
+            models = []
+            for given in (self.target, self.draft) if self.draft is not None else (self.target,):
+                refuse_dependent_rows(*given)
+                models.append(GraphedModel(*given, on_notice))
+                refused.callback(models[-1].restore)
+            small = models[1] if self.draft is not None else None
+            engine = Engine(models[0], small, self.configs, link, on_progress, on_notice, self.other_links)
+            refused.pop_all()
+        return engine
+
+
+def open_models(
+    model: str | Path | None,
+    draft: str | Path | None,
+    config: str,
+    device: str,
+    dtype: str,
+    overrides: Mapping[str, object],
+    rope: str | Yarn | None,
+    size_hint: Sizes | None,
+    on_progress: ProgressReport | None,
+    on_plan: Callable[[Plan], None] | None,
+    quantize: str = NO_QUANTIZATION,
+) -> Opened:
+    """Loads the models of `LLM(…)`, which says what the arguments mean.
+
+    Raises:
+        UsageError: the models, the config or the devices do not exist, do not go together or do not fit.
+    """
+    rope = Yarn.parse(rope) if isinstance(rope, str) else rope
+    configs = load_configs(config, overrides)  # what is cheap to check comes first
+    place, *others = devices = choose_devices(device)
+    source, name = model_source(model), DEMO if model is None else str(model)
+    wanted = choose_dtype(dtype, place, model_config(source).dtype)
+    if name == DEMO and draft is None:
+        draft = DEMO_DRAFT
+    if str(draft) == NO_DRAFT or not needs_draft_model(configs):
+        draft = None
+    tokenizer = load_tokenizer(source)
+    check_files(configs, tokenizer)
+    small_source = None if draft is None or str(draft) == AUTO else model_source(draft)
+    if small_source is not None:
+        check_same_tokens(tokenizer, name, load_tokenizer(small_source), str(draft))
+    quantization = installed_quantization(model_config(source, rope), name, quantize)
+    planned, notices = None, [quantization.notice] if quantization and quantization.notice else []
+    if size_hint is not None or others or str(draft) == AUTO:
+        shape = find_shape(name, None if wanted is None else ElementType.of(wanted), rope, quantize)
+        planning = partial(_plan, shape, configs, devices, size_hint, on_progress)
+        if str(draft) == AUTO:
+            chosen, planned, told = choose_draft(local_drafts(shape, source, tokenizer), planning)
+            draft, small_source = (chosen.name, chosen.folder) if chosen is not None else (None, None)
+            notices.append(told)
+        else:
+            planned = planning(None if draft is None else find_shape(str(draft), None))
+        if size_hint is not None and on_plan is not None:
+            checked_config(source, rope, quantize)  # first, as files that `load_model` refuses will not run
+            on_plan(planned)
+    mlps = planned.request.remote_mlps if planned is not None else 0
+    remote_mlps = (others[0], mlps) if mlps else None
+    target = load_model(
+        source, place, wanted, on_progress, remote_mlps=remote_mlps, rope=rope, quantize=quantize
+    )
+    small = None
+    if small_source is not None:
+        small = load_model(small_source, place, target.dtype, on_progress, "load draft"), str(draft)
+    if place.type == "cuda" and device in DEVICES and torch.cuda.device_count() > 1:
+        notices.append("another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too")
+    links = [CudaLink(other) for other in others]
+    known = None if size_hint is None else planned
+    return Opened((target, name), small, tokenizer, configs, links, known, tuple(notices))
+
+
+def _plan(
+    target: ModelShape,
+    configs: Sequence[Config],
+    devices: Sequence[torch.device],
+    size_hint: Sizes | None,
+    on_progress: ProgressReport | None,
+    draft: ModelShape | None,
+) -> Plan:
+    """Returns the fastest plan of all configs for `size_hint`; without one, for a long sequence that fits.
+
+    Raises:
+        UsageError: `size_hint` does not fit.
+    """
+    place, *others = devices
+    hardware = usable_hardware(place, on_progress=on_progress, other_gpus=[(one, 0) for one in others])
+    candidates = possible(configs, draft is not None, bool(target.paged_layers))
+    small = None if draft is None else replace(draft, dtype=target.dtype)
+
+    def planned_for(sizes: Sizes) -> Plan:
+        return ranked(PlanRequest(target, small, one, *sizes, hardware) for one in candidates)[0]
+
+    if size_hint is not None:
+        planned = planned_for(size_hint)
+        planned.check()
+        return planned
+    tokens = target.max_positions - 1
+    while not (planned := planned_for((tokens, 1))).fits and tokens > SHORTEST_CONTEXT:
+        tokens //= 2
+    return planned
+
+
+def check_files(
+    configs: Iterable[Config], tokenizer: PreTrainedTokenizerBase | None, vocabulary: int | None = None
+) -> None:
+    """Raises UsageError where a file that a level needs is missing or does not go with the model."""
+    for config in configs:
+        for level in used_levels(config):
+            level.check_files(tokenizer, vocabulary)
+
+
+def name_of(model: PreTrainedModel) -> str:
+    """Returns the name of a loaded model. Raises UsageError where it is none."""
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(f"model {model!r} is no transformers model; LLM(…) takes folders and hub ids")
+    return str(getattr(model.config, "_name_or_path", "")) or type(model).__name__

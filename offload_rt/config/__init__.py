@@ -1,0 +1,1 @@
+"""Configurations: their schema, and how they are read and written."""

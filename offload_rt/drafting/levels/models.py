@@ -1,0 +1,425 @@
+"""Levels that run a model over a bounded cache: the small model, or the target over a part of its KV.
+
+Caches and drafters are imported where they are built: a plan needs neither, nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from offload_rt.caches.sizes import (
+    SPECULATIVE_ENTRIES,
+    RetrievedSize,
+    bounded_bytes,
+    choosing_bytes,
+    gathering_bytes,
+    mean_slots_for,
+    score_bytes,
+    shared_bytes,
+)
+from offload_rt.config.draft_shape import DraftShape
+from offload_rt.config.priors import (
+    SAME_MODEL_ACCEPTANCE,
+    SMALL_MODEL_ACCEPTANCE,
+    rejections,
+)
+from offload_rt.drafting.levels.base import Cost, Level, Memory, Rates, Resources, Sizes, local_memory
+from offload_rt.errors import UsageError
+from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.shape import ModelShape
+
+if TYPE_CHECKING:
+    from offload_rt.caches.bounded import BoundedCache
+    from offload_rt.caches.selection import Selection
+    from offload_rt.caches.split import SplitCache
+    from offload_rt.drafting.base import Drafter
+    from offload_rt.drafting.head_drafter import Heads
+    from offload_rt.drafting.model_drafter import ModelDrafter
+    from offload_rt.model.runner import CausalModel
+    from offload_rt.system.second_device import SecondDevice
+
+CHOOSING_NS = 10
+"""Time on the host to choose chunks, for each score of a layer and KV head: 7 to 22 on one server core."""
+
+REPLACED_SHARE = 0.23
+"""Share of the chosen chunks that a refresh replaces. Measured on three books with the demo target, 512 of
+8,192 tokens and a refresh every 32."""
+
+DECODED_SHARE = 0.9
+"""Least time of attention on the CPU over quantised entries, as a share of that over 16 bits: it decodes."""
+
+
+class ModelLevel(Level):
+    """A model over a bounded cache."""
+
+    splits: ClassVar[bool] = True
+    """Its cache may be split by layers between two devices."""
+
+    def model(self, resources: Resources) -> CausalModel:
+        """Returns the model that it runs."""
+        return resources.target
+
+    def shape(self, sizes: Sizes) -> ModelShape:
+        """Returns the shape of that model."""
+        return sizes.target
+
+    def load(self, target: CausalModel, heads: Heads) -> None:
+        if self.of_target and not target.kinds.full:
+            raise UsageError(
+                f"config {self.config.name}: {self.name} drafts with a part of the target's KV, and no"
+                f" layer of {target.name} attends to more than a window; use config lookup, naive or plain"
+            )
+
+    @property
+    def drafter_class(self) -> type[ModelDrafter]:
+        """The class of its drafter."""
+        from offload_rt.drafting.model_drafter import ModelDrafter
+
+        return ModelDrafter
+
+    @abstractmethod
+    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+        """Builds the cache that it attends to."""
+
+    def entries(self, sizes: Sizes) -> int:
+        """Returns the number of entries that its cache holds beside speculative ones."""
+        return 0
+
+    def acceptance(self, sizes: Sizes | None = None) -> float:
+        return SAME_MODEL_ACCEPTANCE if sizes is None else sizes.same_model_acceptance
+
+    def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
+        sizes, plan = rates.request, self._on_two(rates.request)
+        if plan is None:
+            return rates.step(self.running(sizes, first), queries, self._seen(sizes), graph=True)
+        plan = plan.in_turn() if first and self.settings.calibrate else plan
+        return rates.step_on_two(self.shape(sizes), plan, queries, self._seen(sizes))
+
+    def groups_on_two(self, sizes: Sizes) -> LayerPlan | None:
+        shape = self.shape(sizes)
+        plan = LayerPlan.parse(self.settings.layers, shape.layers) if self.splits else None
+        plan = None if plan is None or shape.kinds.local else plan.on_two_devices()
+        return plan if plan is not None and plan.remote else None
+
+    def _on_two(self, sizes: Sizes) -> LayerPlan | None:
+        """Returns `groups_on_two` where that is what the config says."""
+        return self.groups_on_two(sizes) if self.config.offload.group_devices == 2 else None
+
+    def cache_bytes(self, sizes: Sizes) -> int:
+        """Returns the bytes of its cache for all layers."""
+        return 0
+
+    def _cache_here(self, sizes: Sizes) -> int:
+        """Returns the bytes of its cache on the first device."""
+        plan, layers = self._on_two(sizes), self.shape(sizes).layers
+        return self.cache_bytes(sizes) * (layers - (len(plan.remote) if plan else 0)) // layers
+
+    def second_memory(self, sizes: Sizes) -> Memory:
+        if (plan := self._on_two(sizes)) is None:
+            return {}
+        weights = len(plan.remote) * self.shape(sizes).attention_bytes
+        return {
+            "group_weights": weights,
+            "group_caches": self.cache_bytes(sizes) - self._cache_here(sizes),
+        }
+
+    def running(self, sizes: Sizes, first: bool) -> ModelShape:
+        """Returns the shape of the layers that a pass runs."""
+        shape = self.shape(sizes)
+        plan = (
+            None if first and self.settings.calibrate else LayerPlan.parse(self.settings.layers, shape.layers)
+        )
+        return shape if plan is None else shape.running(plan)
+
+    def _seen(self, sizes: Sizes) -> int:
+        return min(self.entries(sizes), sizes.context)
+
+    def drafter(
+        self, below: Drafter, shape_below: DraftShape, shape: DraftShape, resources: Resources
+    ) -> Drafter:
+        from offload_rt.caches.bounded import BoundedCache
+
+        model = self.model(resources)
+        plan = model.layer_plan(self.settings.layers)
+        second = resources.second if self.splits and self.config.offload.group_devices == 2 else None
+        if plan is not None and second is not None:
+            plan = plan.on_two_devices()
+        cache: BoundedCache | SplitCache
+        if plan is not None and plan.remote and second is not None:
+            cache = self._split_cache(model, resources, plan, second)
+        else:
+            cache = self.cache(model, resources)
+        resources.caches.append(cache)
+        if self.of_target:
+            resources.full.derived.append(cache)
+        plans = [plan, plan.in_turn()] if plan and self.settings.calibrate else [plan]
+        # The cache lacks the last token, and where all was accepted perhaps the one before it.
+        depth = shape_below.depth
+        recurring = range(1, shape_below.size + 3) if depth else sorted({1, 2, shape.per_pass} - {0})
+        alone = len(self.config.speculation.levels) == 1
+        if alone and shape.kind == "chain" and not resources.full.engine.link.in_place:
+            recurring = range(1, max(2, self.config.offload.ahead) + 1)  # as many chains are drawn together
+        if isinstance(cache, BoundedCache):
+            for each in plans:
+                model.prepare(cache, recurring, each)
+        first_plan = plans[1] if len(plans) > 1 else None
+        return self.drafter_class(
+            self.name, model, cache, below, resources.sampling, plans[0], first_plan, shape_below=shape_below
+        )
+
+    def _split_cache(
+        self, model: CausalModel, resources: Resources, plan: LayerPlan, second: SecondDevice
+    ) -> SplitCache:
+        """Builds the cache in two parts, each on the device that attends its layers."""
+        from offload_rt.caches.split import ModelLayers, SourceLayers, SplitCache
+
+        model.remote_blocks.take(second, sorted(plan.remote))
+        home = [layer for layer in range(model.layers) if layer not in plan.remote]
+        # A pass streams its segments to the first device alone, and both parts must be refreshed together.
+        level = type(self)(self.config.having("offload.refresh_from", "store"), self.settings)
+        with ExitStack() as closing:
+
+            def part(layers: Sequence[int], device: SecondDevice | None) -> BoundedCache:
+                seen: Any = ModelLayers.of(model, layers, device)
+                given = resources
+                if self.of_target:
+                    full: Any = SourceLayers(resources.full, layers, device)
+                    closing.callback(full.engine.close)
+                    given = replace(resources, full=full)
+                return level.cache(seen, given)
+
+            here = part(home, None)
+            with second.on_stream():
+                there = part(sorted(plan.remote), second)
+            close = closing.pop_all().close
+        return SplitCache(here, there, second, plan.remote, model.layers, close)
+
+
+class WindowLevel(ModelLevel):
+    """A model over attention sinks and a recent window (StreamingLLM)."""
+
+    def entries(self, sizes: Sizes) -> int:
+        return self._window
+
+    def cache_bytes(self, sizes: Sizes) -> int:
+        return bounded_bytes(self.shape(sizes).layout(1), self._window)
+
+    @property
+    def _window(self) -> int:
+        return self.config.draft.sinks + self.config.draft.window
+
+    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+        from offload_rt.attention.backends import choose_backend
+        from offload_rt.caches.local import LocalState
+        from offload_rt.caches.streaming import StreamingCache
+
+        draft, full, device = self.config.draft, resources.full, model.rotary_frequencies.device
+        return StreamingCache(
+            model.kv_layout(),
+            model.rotary_frequencies,
+            sinks=draft.sinks,
+            window=draft.window,
+            backend=full.backend if device == full.device else choose_backend(device),
+            source=full if self.of_target else None,
+            pool=resources.pool,
+            local=None if self.of_target else LocalState(model.local_layers, full.backend),
+        )
+
+
+class SmallModelLevel(WindowLevel):
+    """A small model (TriForce's first level, EasySpec's draft model)."""
+
+    name = "draft:streaming"
+    rank = 40
+    needs_draft_model = True
+
+    @property
+    def drafter_class(self) -> type[ModelDrafter]:
+        from offload_rt.drafting.model_drafter import SmallModelDrafter
+
+        return SmallModelDrafter
+
+    def model(self, resources: Resources) -> CausalModel:
+        assert (
+            resources.draft is not None
+        )  # a level without its model is left out before anything is composed
+        return resources.draft.for_length(self._window, 0)  # it sees no more tokens at a time
+
+    def shape(self, sizes: Sizes) -> ModelShape:
+        assert sizes.draft is not None
+        return sizes.draft
+
+    def acceptance(self, sizes: Sizes | None = None) -> float:
+        return SMALL_MODEL_ACCEPTANCE if sizes is None else sizes.small_model_acceptance
+
+    def memory(self, sizes: Sizes) -> Memory:
+        shape = self.shape(sizes)
+        cache = self._cache_here(sizes) + sum(local_memory(shape, SPECULATIVE_ENTRIES).values())
+        weights = shape.weight_bytes if sizes.in_place else shape.gpu_bytes
+        return {"draft_weights": weights, "draft_cache": cache}
+
+
+class StreamingLevel(WindowLevel):
+    """The target itself over attention sinks and a recent window."""
+
+    name = "target:streaming"
+    rank = 50
+    of_target = True
+
+    def memory(self, sizes: Sizes) -> Memory:
+        return {"streaming_cache": self._cache_here(sizes)}
+
+
+class RetrievedLevel(ModelLevel):
+    """The target over chunks of the full KV that are chosen by attention (TriForce's middle level)."""
+
+    name = "target:retrieved"
+    rank = 60
+    of_target = True
+
+    def entries(self, sizes: Sizes) -> int:
+        return self.config.retrieval.budget + self._means(sizes.target, sizes.context + sizes.new_tokens)
+
+    def acceptance(self, sizes: Sizes | None = None) -> float:
+        usual = super().acceptance(sizes)
+        if sizes is None:
+            return usual
+        seldom = rejections(sizes.retrieved_share, self.config.retrieval.entry_bits)
+        return 1 - min(1.0, (1 - usual) * seldom)
+
+    def _size(self, target: ModelShape) -> RetrievedSize:
+        retrieval, layout = self.config.retrieval, target.layout(self.config.store.page)
+        sizes = retrieval.budget, retrieval.chunk, retrieval.recent
+        return RetrievedSize.of(layout, *sizes, retrieval.entry_bits)
+
+    def _seen(self, sizes: Sizes) -> int:
+        retrieval, size, layout = self.config.retrieval, self._size(sizes.target), sizes.target.layout(1)
+        seen = super()._seen(sizes)
+        if size.quantized is None or not layout.token_bytes:
+            return seen
+        share = size.quantized.nbytes(layout) / (size.quantized.entries * layout.token_bytes)
+        share = max(share, DECODED_SHARE) if sizes.in_place else share
+        chosen = max(0, min(retrieval.budget, sizes.context) - retrieval.recent)
+        return seen - round(chosen * (1 - share))
+
+    def _means(self, target: ModelShape, tokens: int) -> int:
+        """Returns the number of page means that stand for tokens which are not retrieved."""
+        pages = target.layout(self.config.store.page).pages(tokens)
+        return mean_slots_for(pages) if self.config.retrieval.rest else 0
+
+    def memory(self, sizes: Sizes) -> Memory:
+        target, tokens = sizes.target, sizes.context + sizes.new_tokens
+        memory = {"retrieved_caches": self._cache_here(sizes)}
+        retrieval, layout = self.config.retrieval, target.layout(1)
+        scored = retrieval.select != "mean_keys"
+        chunks, count = tokens // retrieval.chunk, retrieval.budget // retrieval.chunk
+        if scored:
+            memory["scores"] = score_bytes(layout, target.heads, chunks)
+        if sizes.in_place:
+            return memory
+        if scored:
+            buffers = 2 if sizes.refreshes_from_stream else 1
+            memory["scores"] += choosing_bytes(target.paged_layers, target.kv_heads, chunks, count, buffers)
+        return memory | {"gathering": gathering_bytes(retrieval.budget * layout.layer_token_bytes)}
+
+    def cache_bytes(self, sizes: Sizes) -> int:
+        target, layout = sizes.target, sizes.target.layout(1)
+        size, means = self._size(target), self._means(target, sizes.context + sizes.new_tokens)
+        buffers = 2 if sizes.refreshes_from_stream else 1  # one in use, one that is filled
+        one = size.nbytes(layout, means)
+        return buffers * one + size.staging_bytes(layout)
+
+    def refresh(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
+        sizes, retrieval, target = rates.request, self.config.retrieval, rates.request.target
+        everything = sizes.context + sizes.new_tokens <= retrieval.budget
+        # How often acceptance falls too low is not known beforehand.
+        if everything or retrieval.refresh.kind == "acceptance":
+            return 0.0, 0.0
+        share = 1 / max(1, math.ceil(retrieval.refresh.value / tokens))
+        replaced = 1.0 if retrieval.entry_bits == 4 else REPLACED_SHARE  # 4 bits: whole groups, all of them
+        chosen = max(0, retrieval.budget - retrieval.recent)
+        entries = (retrieval.recent + replaced * chosen) * target.token_bytes
+        moves = 2 if retrieval.entry_bits == 16 else 3  # read and written; to be quantised, read again
+        copying, gathering = moves * rates.device_read_ms(entries), rates.gather_ms(entries)
+        if sizes.refreshes_from_stream:
+            # Entries are in the stream of a pass, but for those that other processors attend.
+            return share, copying + apart * gathering
+        chunks = sizes.context // retrieval.chunk
+        if retrieval.select == "mean_keys":
+            choosing = rates.host_read_ms(chunks * target.token_bytes // 2)
+        else:
+            # Chosen where the scores are: on a GPU for all layers at once, on the host layer by layer.
+            scores = chunks * target.paged_layers * target.kv_heads
+            choosing = scores * CHOOSING_NS / 1e6 if sizes.in_place else 0.0
+        return share, choosing + copying + gathering
+
+    @property
+    def kept_means(self) -> tuple[int | None, bool]:
+        retrieval = self.config.retrieval
+        return retrieval.chunk if retrieval.select == "mean_keys" else None, retrieval.rest
+
+    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+        from offload_rt.caches.retrieved import RetrievedCache
+
+        retrieval, in_place = self.config.retrieval, resources.full.engine.link.in_place
+        return RetrievedCache(
+            resources.full,
+            budget=retrieval.budget,
+            chunk=retrieval.chunk,
+            recent=retrieval.recent,
+            refresh=retrieval.refresh,
+            selection=self._selection(resources),
+            mean_slots=mean_slots_for(resources.pages) if retrieval.rest else 0,
+            from_stream=self.config.offload.refreshes_from_stream and not in_place,
+            pool=resources.pool,
+            bits=retrieval.entry_bits,
+        )
+
+    def _selection(self, resources: Resources) -> Selection:
+        from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores
+
+        retrieval, full = self.config.retrieval, resources.full
+        if retrieval.select == "mean_keys":
+            return MeanKeyScores(full.layout, full.sequence.summaries)
+        decay = DECAY if retrieval.select == "attention" else 1.0
+        # Where passes of the full cache take the attention mass.
+        device = resources.target.device
+        return AttentionScores(full.layout, device, retrieval.chunk, decay, resources.pages)
+
+    def check_page(self, page: int) -> None:
+        name, chunk = self.config.name, self.config.retrieval.chunk
+        if page % chunk:
+            raise UsageError(
+                f"config {name}: retrieval.chunk = {chunk} must divide the store's page of {page} tokens, by "
+                "which the sequence was read"
+            )
+
+
+class SharedLevel(ModelLevel):
+    """The target over the full KV, usually with layers left out (Draft & Verify)."""
+
+    name = "target:shared"
+    rank = 70
+    of_target = True
+    drafts_on_host = True
+    splits = False  # the CPU attends it
+
+    def memory(self, sizes: Sizes) -> Memory:
+        return {"shared_cache": shared_bytes(sizes.target.layout(self.config.store.page))}
+
+    def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
+        sizes = rates.request
+        shape = self.running(sizes, first)
+        whole = max(1, sizes.target.paged_layers)
+        attending = rates.host_attention_ms(sizes.context, queries) * shape.paged_layers / whole
+        return rates.step(shape, queries) + Cost(attending)
+
+    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+        from offload_rt.caches.shared import SharedCache
+
+        return SharedCache(resources.full, resources.pool)

@@ -1,0 +1,136 @@
+"""Input and output of a generation: sampling parameters, token events and results."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["length", "eos", "stop", "interrupted", "error"]
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A generated token.
+
+    Attributes:
+        text: the text that became certain with this token; may be empty, or that of several tokens.
+        from_draft: a draft proposed the token, and it was accepted.
+        logprob: log probability of the token by the model's own logits, before penalties and temperature;
+            None where `SamplingParams.logprobs` asks for none.
+        alternatives: the likeliest tokens in its place with their log probabilities, the likeliest first.
+    """
+
+    token: int
+    text: str
+    from_draft: bool
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Token counts, and times in ms: of the prompt, of generation, and of drafts proposed to the target."""
+
+    prompt_n: int = 0
+    prompt_ms: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0
+    predicted_per_second: float = 0.0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+
+
+@dataclass(frozen=True)
+class LevelStatistics:
+    """Statistics of one level: passes, tokens proposed to the next level, and tokens accepted there.
+
+    The last level is the target over its full cache, which proposes nothing. `ms` is the level's own time.
+    """
+
+    name: str
+    rounds: int
+    proposed: int
+    accepted: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that crossed the link during generation; 0 where the KV is attended in place, on a CPU.
+
+    `bytes_abandoned` is the part of `bytes_to_device` that was sent ahead for a pass that did not come.
+    """
+
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    bytes_abandoned: int = 0
+    wait_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class MemoryStatistics:
+    """Bytes: KV in the store and reserved for it, and the peaks of the process on host and device."""
+
+    kv_bytes: int = 0
+    kv_reserved_bytes: int = 0
+    host_peak_bytes: int = 0
+    device_peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A generated text with its statistics.
+
+    Attributes:
+        start: length of the context, in tokens, before this call's prompt: `Context.rewind` takes it.
+        prompt_tokens: length of the context when generation began, the prompt included.
+        tokens: generated token IDs, an end-of-text token included.
+        text: their text, up to a stop string; marks of thoughts are in it.
+        thoughts: the thoughts in the text, without marks; empty where the model wrote none.
+        answer: the text without its thoughts.
+        levels: the composition's levels, the cheapest first, the target over its full cache last.
+        plain_tokens: number of tokens decoded without drafts because speculation was slower.
+        error: why the text ended, where `finish_reason` is "error".
+        logprobs: log probability of each token, see `TokenEvent`; None where they were not asked for.
+    """
+
+    model: str
+    draft: str | None
+    config: str
+    device: str
+    dtype: str
+    seed: int | None
+    start: int
+    prompt_tokens: int
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason
+    timings: Timings
+    rounds: int
+    levels: list[LevelStatistics]
+    transfer: Transfer
+    memory: MemoryStatistics
+    plain_tokens: int = 0
+    notices: list[str] = field(default_factory=list)
+    error: str | None = None
+    logprobs: list[float] | None = None
+    thoughts: str = ""
+    answer: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the values that `offload-rt generate --json` writes."""
+        values = asdict(self)
+        del (
+            values["start"],
+            values["plain_tokens"],
+            values["notices"],
+            values["error"],
+            values["transfer"]["bytes_abandoned"],
+        )
+        if self.logprobs is None:
+            del values["logprobs"]
+        if not self.thoughts:
+            del values["thoughts"], values["answer"]
+        for level in values["levels"]:
+            del level["rounds"]
+        return values

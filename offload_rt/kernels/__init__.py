@@ -1,0 +1,1 @@
+"""Kernels for CPUs and GPUs, and the plain form that each is compared with."""

@@ -1,0 +1,237 @@
+"""Calls of the dense parts of a decoder layer in the native library (`layer.h`), for a few tokens on a CPU.
+
+The weights stay where they are: the structures point to a model's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpu_kv.sizes import dtype_name
+from offload_rt.kernels.native import Kernel, load_kernel
+
+MOST_ROWS = 32
+"""Tokens up to which it is faster than torch's products."""
+
+_BYTES_PER_THREAD = 2**18  # of weights: with fewer, waking a thread takes longer than its share
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` of `layer.h`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("outs", "ins", "stride")),
+    ]
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` of `layer.h`."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("epsilon", ctypes.c_float)]
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of `layer.h`."""
+
+    _fields_ = [
+        *((name, _Norm) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, _Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down")),
+        ("head_dim", ctypes.c_int64),
+    ]
+
+
+class _LayerCall(ctypes.Structure):
+    """`LayerCall` of `layer.h`."""
+
+    _fields_ = [
+        ("layer", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "threads")),
+        *((name, ctypes.c_void_p) for name in ("hidden", "cosines", "sines", "queries", "keys", "values")),
+        ("attended", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("head_stride", "row_stride")),
+        *((name, ctypes.c_void_p) for name in ("result", "scratch")),
+    ]
+
+
+class _ProductCall(ctypes.Structure):
+    """`ProductCall` of `layer.h`."""
+
+    _fields_ = [
+        ("norm", _Norm),
+        ("matrix", _Matrix),
+        *((name, ctypes.c_int64) for name in ("rows", "threads", "input_stride")),
+        *((name, ctypes.c_void_p) for name in ("input", "result", "scratch")),
+    ]
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """An RMS norm: divides by the root mean square, then multiplies by `weight`."""
+
+    weight: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of a decoder layer: attention with rotary positions, and a gated MLP with SiLU."""
+
+    attention_norm: RmsNorm
+    mlp_norm: RmsNorm
+    query_norm: RmsNorm | None
+    key_norm: RmsNorm | None
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    output: nn.Linear
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+    head_dim: int
+
+
+class _Entries:
+    """The functions of the library for one dtype."""
+
+    def __init__(self, kernel: Kernel, dtype: torch.dtype) -> None:
+        suffix = dtype_name(dtype)
+        kernel.check_size(_Layer)
+        self.attention_inputs = kernel.function(f"attention_inputs_{suffix}", _LayerCall)
+        self.after_attention = kernel.function(f"after_attention_{suffix}", _LayerCall)
+        self.product = kernel.function(f"product_{suffix}", _ProductCall)
+        self.step = kernel.number(f"product_step_{suffix}")
+
+
+@functools.cache
+def _entries(dtype: torch.dtype) -> _Entries | None:
+    """Returns the functions for a dtype; None: there is no library, or it does not know the dtype."""
+    kernel = load_kernel()
+    if kernel is None or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    return _Entries(kernel, dtype)
+
+
+def supports(linear: Any, dtype: torch.dtype) -> bool:
+    """Returns whether a module is a plain product with a weight that the library can read in place."""
+    entries = _entries(dtype)
+    return (
+        entries is not None
+        and type(linear) is nn.Linear
+        and linear.weight.dtype == dtype
+        and linear.weight.device.type == "cpu"
+        and linear.weight.is_contiguous()
+        and linear.in_features % entries.step == 0
+        and (linear.bias is None or linear.bias.is_contiguous())
+    )
+
+
+class NativeLayer:
+    """The dense parts of a decoder layer.
+
+    Args:
+        weights: of modules that `supports` holds for, with an even head_dim.
+    """
+
+    def __init__(self, weights: LayerWeights) -> None:
+        self._weights = weights  # whose memory the structure points to
+        dtype = weights.query.weight.dtype
+        entries = _entries(dtype)
+        assert entries is not None
+        self._entries = entries
+        norms = (weights.attention_norm, weights.mlp_norm, weights.query_norm, weights.key_norm)
+        attention = (weights.query, weights.key, weights.value, weights.output)
+        linears = (*attention, weights.gate, weights.up, weights.down)
+        self._layer = _Layer(*map(_norm, norms), *map(_matrix, linears), weights.head_dim)
+        self._address = ctypes.addressof(self._layer)
+        self._heads = weights.query.out_features // weights.head_dim
+        self._kv_heads = weights.key.out_features // weights.head_dim
+        width, hidden = weights.output.in_features, weights.query.in_features
+        self._scratch = width + 2 * hidden + weights.gate.out_features
+        self._bytes = sum(linear.weight.nbytes for linear in linears)
+
+    def attention_inputs(
+        self, hidden: Tensor, cosines: Tensor, sines: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries `[heads, tokens, head_dim]`, keys and values of hidden states.
+
+        Args:
+            hidden: contiguous, `[1, tokens, hidden_size]`.
+            cosines, sines: contiguous, `[1, tokens, head_dim]`.
+        """
+        rows, dim = hidden.shape[1], self._weights.head_dim
+        queries = hidden.new_empty(self._heads, rows, dim)
+        keys, values = hidden.new_empty(2, self._kv_heads, rows, dim)
+        scratch = torch.empty_like(hidden)
+        tensors = (hidden, cosines, sines, queries, keys, values)
+        call = _LayerCall(self._address, rows, self._threads(), *(one.data_ptr() for one in tensors))
+        call.scratch = scratch.data_ptr()
+        self._entries.attention_inputs(ctypes.byref(call))
+        return queries, keys, values
+
+    def after_attention(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Returns the layer's hidden states `[1, tokens, hidden_size]`.
+
+        Args:
+            hidden: of its input.
+            attended: output of attention, `[heads, tokens, head_dim]`.
+        """
+        rows = hidden.shape[1]
+        attended = attended if attended.stride(2) == 1 else attended.contiguous()
+        result, scratch = torch.empty_like(hidden), hidden.new_empty(rows * self._scratch)
+        call = _LayerCall(self._address, rows, self._threads(), hidden.data_ptr())
+        call.attended, call.head_stride, call.row_stride = attended.data_ptr(), *attended.stride()[:2]
+        call.result, call.scratch = result.data_ptr(), scratch.data_ptr()
+        self._entries.after_attention(ctypes.byref(call))
+        return result
+
+    def _threads(self) -> int:
+        return _threads(self._bytes)
+
+
+class NativeProduct:
+    """A product with a matrix behind an RMS norm, or without a norm.
+
+    Args:
+        linear: a module that `supports` holds for.
+    """
+
+    def __init__(self, linear: nn.Linear, norm: RmsNorm | None = None) -> None:
+        self._linear, self._behind = linear, norm
+        entries = _entries(linear.weight.dtype)
+        assert entries is not None
+        self._product = entries.product
+        self._norm, self._matrix = _norm(norm), _matrix(linear)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Returns `[tokens, outputs]` of inputs `[tokens, width]`, whose rows are contiguous."""
+        rows, width = inputs.shape
+        result = inputs.new_empty(rows, self._linear.out_features)
+        scratch = inputs.new_empty(rows, width) if self._behind else result
+        call = _ProductCall(
+            self._norm, self._matrix, rows, _threads(self._linear.weight.nbytes), inputs.stride(0)
+        )
+        call.input, call.result, call.scratch = inputs.data_ptr(), result.data_ptr(), scratch.data_ptr()
+        self._product(ctypes.byref(call))
+        return result
+
+
+def _threads(weight_bytes: int) -> int:
+    return max(1, min(torch.get_num_threads(), weight_bytes // _BYTES_PER_THREAD))
+
+
+def _norm(norm: RmsNorm | None) -> _Norm:
+    return _Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.epsilon)
+
+
+def _matrix(linear: nn.Linear) -> _Matrix:
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    return _Matrix(
+        linear.weight.data_ptr(), bias, linear.out_features, linear.in_features, linear.weight.stride(0)
+    )

@@ -1,0 +1,378 @@
+"""The native attention kernel, built with the machine's own compiler on first use and cached.
+
+Without a compiler, or if the build fails, `load_kernel` returns None and attention uses torch's kernel.
+`OFFLOAD_RT_NATIVE=0` in the environment does the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from cpu_kv.packed import PackedShape, PackedSide
+from offload_rt.kernels.building import StillBuilding, build, intact
+from offload_rt.system.memory import cache_folder
+
+if TYPE_CHECKING:
+    from offload_rt.kernels.quantized import QuantizedLayer
+
+SOURCE = Path(__file__).parent / "csrc" / "attention.cpp"
+SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
+SWITCH = "OFFLOAD_RT_NATIVE"
+_FLAGS = ("-O3", "-fopenmp", "-std=c++17", "-shared", "-fPIC")
+
+
+class _Pages(ctypes.Structure):
+    """A tensor `[pages, heads, tokens, dim]`, as `Pages` of `attention.cpp`."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("page_stride", "head_stride", "row_stride", "page_tokens")),
+    ]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(tensor.data_ptr(), *tensor.stride()[:3], tensor.shape[2])
+
+
+class _PackedShape(ctypes.Structure):
+    """The shape of packed pages, as `PackedShape` of `packed.h`."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("heads", "page_tokens", "dim", "words", "bases_at", "rows_at", "nbytes")
+    ]
+
+    @classmethod
+    def of(cls, shape: PackedShape) -> Self:
+        sizes = shape.kv_heads, shape.page_size, shape.head_dim
+        return cls(*sizes, shape.words, shape.bases_at, shape.rows_at, shape.nbytes)
+
+
+class _PackedPages(ctypes.Structure):
+    """A side of packed pages, as `PackedPages` of `packed.h`."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("page_tokens", "side")),
+        ("shape", _PackedShape),
+    ]
+
+    @classmethod
+    def of(cls, side: PackedSide) -> Self:
+        shape = side.packed_shape
+        return cls(side.packed.data_ptr(), shape.page_size, side.side, _PackedShape.of(shape))
+
+
+class _Quantized(ctypes.Structure):
+    """One side of a `QuantizedLayer`, as `Quantized` of `quantized.h`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "ranges")),
+        *((name, ctypes.c_int64) for name in ("head_stride", "row_stride", "range_head_stride")),
+        *((name, ctypes.c_int64) for name in ("page_tokens", "group", "dim")),
+    ]
+
+    @classmethod
+    def of(cls, codes: Tensor, ranges: Tensor, dim: int) -> Self:
+        """`ranges` differ by channel in groups of tokens if they are `[heads, groups, 2, dim]`."""
+        tokens = codes.shape[1]
+        group = tokens // ranges.shape[1] if ranges.dim() == 4 else 1
+        strides = *codes.stride()[:2], ranges.stride(0)
+        return cls(codes.data_ptr(), ranges.data_ptr(), *strides, tokens, group, dim)
+
+
+class _Quantize(ctypes.Structure):
+    """The arguments of a quantisation, as `Quantize` of `quantized.h`."""
+
+    _fields_ = [
+        ("rows", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("head_stride", "row_stride", "heads", "tokens", "threads")),
+        ("into", _Quantized),
+    ]
+
+
+def _call_over(name: str, pages: type[ctypes.Structure]) -> type[ctypes.Structure]:
+    """Returns the arguments of a call over keys and values in a form, as `Call` of `attention.cpp`."""
+    fields = [
+        ("queries", _Pages),
+        *((name, pages) for name in ("keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "before", "lse_before")),
+        *((name, ctypes.c_void_p) for name in ("mask", "mass", "reference")),
+        *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim")),
+        *((name, ctypes.c_int64) for name in ("threads", "mass_stride", "chunk", "period", "step")),
+        ("scale", ctypes.c_float),
+    ]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+_Call = _call_over("Call", _Pages)
+_PackedCall = _call_over("PackedCall", _PackedPages)
+_QuantizedCall = _call_over("QuantizedCall", _Quantized)
+
+
+class Kernel:
+    """The compiled library of `attention.cpp`.
+
+    Attributes:
+        lanes: floats per vector register.
+        bfloat16_dots: whether bfloat16 uses the processor's dot products; else it is widened to float32.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.offload_rt_sizeof.argtypes = (ctypes.c_char_p,)
+        self._library.offload_rt_sizeof.restype = ctypes.c_int64
+        self.lanes = self.number("lanes")
+        self.bfloat16_dots = bool(self.number("bfloat16_dots"))
+        self._entry: dict[torch.dtype, Callable[..., None]] = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            name = f"attend_{str(dtype).removeprefix('torch.')}"
+            self._entry[dtype] = self.function(name, _Call)
+        self._quantized, self._quantize = (
+            {
+                (dtype, bits): self.function(f"{does}_{str(dtype).removeprefix('torch.')}_{bits}", given)
+                for dtype in self._entry
+                for bits in (8, 4)
+            }
+            for does, given in (("attend", _QuantizedCall), ("quantize", _Quantize))
+        )
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._attend_packed = self.function("attend_packed", _PackedCall)
+        self._pack = self.function("pack", _PackedShape, pointer, number, pointer, number)
+        runs = (*[pointer] * 4, number, number)
+        self._unpack = self.function("unpack", _PackedShape, *runs, pointer, number)
+
+    def function(self, name: str, structure: type[ctypes.Structure], *types: Any) -> Callable[..., None]:
+        """Returns a function of the library that takes the address of a structure, then other arguments.
+
+        Raises:
+            TypeError: the library's structure has another size.
+        """
+        for one in (structure, *types):
+            if issubclass(one, ctypes.Structure):
+                self.check_size(one)
+        function: Callable[..., None] = getattr(self._library, f"offload_rt_{name}")
+        function.argtypes = ctypes.POINTER(structure), *types  # type: ignore[attr-defined]
+        function.restype = None  # type: ignore[attr-defined]
+        return function
+
+    def check_size(self, structure: type[ctypes.Structure]) -> None:
+        """Raises TypeError where the library's structure of that name, or one within it, has another size."""
+        name, here = structure.__name__.lstrip("_"), ctypes.sizeof(structure)
+        there = int(self._library.offload_rt_sizeof(name.encode()))
+        if here != there:
+            raise TypeError(f"{name} takes {here} bytes, and {there} in the native library")
+        for _, kind, *_ in structure._fields_:
+            if issubclass(kind, ctypes.Structure):
+                self.check_size(kind)
+
+    def number(self, name: str) -> int:
+        """Returns the result of a function of the library without arguments."""
+        return int(getattr(self._library, f"offload_rt_{name}")())
+
+    def supports(self, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+        """Returns whether it supports the tensors: float32 or bfloat16, head_dim a multiple of `lanes`."""
+        return (
+            queries.dtype in self._entry
+            and isinstance(keys, PackedSide) == isinstance(values, PackedSide)
+            and queries.shape[-1] % self.lanes == 0
+            and queries.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
+        )
+
+    def supports_mass(self, keys: Tensor, chunk: int) -> bool:
+        """Returns whether it takes mass of such chunks: a power of two, at most 128, within a page."""
+        return chunk & (chunk - 1) == 0 and chunk <= 128 and keys.shape[2] % chunk == 0
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        threads: int | None = None,
+        before: tuple[Tensor, Tensor] | None = None,
+        mass: Tensor | None = None,
+        reference: Tensor | None = None,
+        period: int = 1,
+        step: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """Computes attention and its log-sum-exp.
+
+        A query that sees no key has the output zero and the log-sum-exp -inf. Concurrent calls from several
+        threads have teams of their own.
+
+        Args:
+            queries: `[heads, query, dim]`.
+            keys, values: `[pages, heads, tokens, dim]`, both plain or both packed.
+            mask: additive, `[query, pages * tokens]`; None: every key is seen.
+            threads: size of the team (default: torch's number for the calling thread).
+            before: the result over other tokens, to which this is added.
+            mass: output, `[heads, sampled_query, chunks]` float32: see `operators.chunk_mass_`. Only for
+                chunks that `supports_mass`, and without a mask.
+            reference: what the mass is relative to; None: the log-sum-exp of the result.
+            period, step: which queries are sampled, see `attention.mass.Sample`.
+
+        Returns:
+            `[heads, query, dim]` and `[heads, query]`, float32.
+        """
+        masses = mass, reference, period, step
+        sides: tuple[ctypes.Structure, ctypes.Structure]
+        if isinstance(keys, PackedSide) and isinstance(values, PackedSide):
+            sides = _PackedPages.of(keys), _PackedPages.of(values)
+            entry, call = self._attend_packed, _PackedCall
+        else:
+            sides = _Pages.of(keys), _Pages.of(values)
+            entry, call = self._entry[queries.dtype], _Call
+        tokens = keys.shape[0] * keys.shape[2]
+        return self._attend(entry, call, sides, tokens, queries, scale, mask, threads, before, *masses)
+
+    def _attend(
+        self,
+        entry: Callable[..., None],
+        call: type[ctypes.Structure],
+        sides: tuple[ctypes.Structure, ctypes.Structure],
+        tokens: int,
+        queries: Tensor,
+        scale: float,
+        mask: Tensor | None,
+        threads: int | None,
+        before: tuple[Tensor, Tensor] | None,
+        mass: Tensor | None = None,
+        reference: Tensor | None = None,
+        period: int = 1,
+        step: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """Does `attend` by a function of the library.
+
+        Args:
+            entry: takes a `call`.
+            sides: keys and values, of `tokens` tokens.
+        """
+        heads, count, dim = queries.shape
+        out = torch.empty(heads, count, dim, dtype=torch.float32)
+        lse = torch.empty(heads, count, dtype=torch.float32)
+        if out.numel() == 0:
+            return out, lse
+        if mask is not None:
+            mask = mask.to(torch.float32)
+        given = (*(before or (None, None)), mask, mass, reference)
+        # Kept until the call has ended. The mass alone has gaps between its rows.
+        parts = [None if one is None else one if one is mass else one.contiguous() for one in given]
+        addresses = [None if one is None else one.data_ptr() for one in (out, lse, *parts)]
+        team = torch.get_num_threads() if threads is None else threads
+        chunks = (1, 1) if mass is None else (mass.stride(1), tokens // mass.shape[2])
+        sizes = *addresses, heads, count, tokens, dim, team, *chunks, period, step, scale
+        asked = _Pages(queries.data_ptr(), 0, *queries.stride()[:2], count)
+        entry(ctypes.byref(call(asked, *sides, *sizes)))
+        return out, lse
+
+    def supports_quantized(self, queries: Tensor, layer: QuantizedLayer) -> bool:
+        """Returns whether it supports the tensors: as `supports`, with half a row in whole vectors."""
+        return (
+            (queries.dtype, layer.bits) in self._quantized
+            and queries.shape[-1] % (2 * self.lanes) == 0
+            and queries.stride(-1) == layer.key_codes.stride(-1) == layer.value_codes.stride(-1) == 1
+        )
+
+    def attend_quantized(
+        self,
+        queries: Tensor,
+        layer: QuantizedLayer,
+        scale: float,
+        threads: int | None = None,
+        before: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Does `attend` over the tokens of a quantised layer, without a mask."""
+        dim = queries.shape[-1]
+        keys = _Quantized.of(layer.key_codes, layer.key_ranges, dim)
+        values = _Quantized.of(layer.value_codes, layer.value_ranges, dim)
+        entry, tokens = self._quantized[queries.dtype, layer.bits], layer.key_codes.shape[1]
+        sides = keys, values
+        return self._attend(entry, _QuantizedCall, sides, tokens, queries, scale, None, threads, before)
+
+    def quantize(self, keys: Tensor, values: Tensor, layer: QuantizedLayer) -> None:
+        """Quantises keys and values `[heads, tokens, dim]` into a layer of as many tokens."""
+        heads, tokens, dim = keys.shape
+        for rows, codes, ranges in (
+            (keys, layer.key_codes, layer.key_ranges),
+            (values, layer.value_codes, layer.value_ranges),
+        ):
+            sizes = *rows.stride()[:2], heads, tokens, torch.get_num_threads()
+            call = _Quantize(rows.data_ptr(), *sizes, _Quantized.of(codes, ranges, dim))
+            self._quantize[rows.dtype, layer.bits](ctypes.byref(call))
+
+    def pack(self, shape: PackedShape, pages: Tensor, packed: Tensor) -> None:
+        """Packs contiguous pages of bfloat16; see `PageCodec.encode`."""
+        team = torch.get_num_threads()
+        self._pack(_PackedShape.of(shape), pages.data_ptr(), len(pages), packed.data_ptr(), team)
+
+    def unpack(
+        self, shape: PackedShape, packed: Tensor, pages: Tensor, heads: Tensor, first: Tensor, out: Tensor
+    ) -> None:
+        """Unpacks runs of tokens of packed pages to `out`, contiguous `[runs, tokens, head_dim]`.
+
+        Args:
+            pages, heads, first: of each run, int64; heads of keys and values are counted together.
+        """
+        runs = (one.contiguous() for one in (pages, heads, first))
+        kept = [packed, *runs]  # until the call has ended
+        addresses = (one.data_ptr() for one in kept)
+        team = torch.get_num_threads()
+        self._unpack(_PackedShape.of(shape), *addresses, len(out), out.shape[1], out.data_ptr(), team)
+
+
+@functools.cache
+def load_kernel() -> Kernel | None:
+    """Returns the kernel for this machine, building it if necessary; None if that is impossible."""
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if os.environ.get(SWITCH) == "0" or compiler is None:
+        return None
+    try:
+        path = cache_folder() / f"attention-{_fingerprint(compiler)}.so"
+        if not intact(path):
+            _build(compiler, path)
+        return Kernel(path)
+    except StillBuilding as building:
+        warnings.warn(
+            f"{building}: until it is built and loaded at a later start, attention on the CPU is slower",
+            stacklevel=2,
+        )
+    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):
+        pass
+    return None
+
+
+def _fingerprint(compiler: str) -> str:
+    """Returns a digest of sources, compiler, flags and processor, as machines may share a home folder."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=30).stdout
+    try:
+        flags = next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
+        )
+    except (OSError, StopIteration):
+        flags = platform.processor()
+    parts = (*(source.read_bytes() for source in SOURCES), version, flags.encode(), " ".join(_FLAGS).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _build(compiler: str, path: Path, processor: str = "native") -> None:
+    """Compiles the sources into a file at `path`, see `building.build`.
+
+    Args:
+        processor: value of the compiler's `-march`.
+    """
+    build(compiler, path, [f"-march={processor}", *_FLAGS, str(SOURCE)])

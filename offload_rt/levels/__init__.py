@@ -1,5 +1,0 @@
-"""Levels of a composition: one class for each kind, registered by its name when this package is imported."""
-
-from offload_rt.levels import head, models, sources
-
-__all__ = ["head", "models", "sources"]

@@ -1,0 +1,1 @@
+"""What the operating system and devices give: files, clocks, memory, copies."""

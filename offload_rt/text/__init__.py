@@ -1,0 +1,1 @@
+"""Text and tokens: tokenization, chat templates, documents, grammars."""

@@ -1,0 +1,257 @@
+"""The thoughts in an answer: how models mark them, and how they come apart from the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
+
+from offload_rt.text.tokenize import overlap
+
+BLANK = " \t\r\n"
+LAST_TOKENS = 32
+"""Tokens of a prompt that are looked at for a mark at its end."""
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ThoughtFormat:
+    """The marks that a family of models writes around its thoughts.
+
+    Attributes:
+        opened: begins thoughts, at the beginning of a text only.
+        closed: ends them.
+        answer: marks that begin and end the answer; empty where it has none.
+        channels: thoughts and answers are messages of channels, each with a header that names the channel.
+    """
+
+    opened: str
+    closed: str
+    answer: tuple[str, ...] = ()
+    channels: bool = False
+
+    @property
+    def telling(self) -> tuple[str, ...]:
+        """The marks by which the format is recognised: `END` is in other templates too."""
+        return (CHANNEL + "analysis",) if self.channels else (self.opened, self.closed)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks."""
+        if self.channels:
+            return CHANNEL, MESSAGE, START, END
+        return self.opened, self.closed, *self.answer
+
+    @property
+    def closing(self) -> str:
+        """What a model writes between its thoughts and its answer."""
+        return self.closed + "".join(self.answer[:1])
+
+
+CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
+FINAL = "final"
+"""The channel of answers; those of all other channels are thoughts."""
+
+THINK = ThoughtFormat("<think>", "</think>")
+FORMATS = (
+    ThoughtFormat(  # harmony: gpt-oss
+        f"{CHANNEL}analysis{MESSAGE}", END, (f"{START}assistant{CHANNEL}{FINAL}{MESSAGE}",), channels=True
+    ),
+    ThoughtFormat("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    ThoughtFormat("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ThoughtFormat("<|channel>thought", "<channel|>"),  # Gemma 4
+    ThoughtFormat(  # Command A Reasoning
+        "<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    ),
+    ThoughtFormat("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    ThoughtFormat("◁think▷", "◁/think▷"),  # Kimi-VL
+    ThoughtFormat("<thought>", "</thought>"),  # EXAONE Deep
+    THINK,  # Qwen, DeepSeek, GLM and most others
+)
+
+
+class ThoughtMarks:
+    """The thought format of a model, and its tokens.
+
+    The format is the first of `FORMATS` with marks in the chat template, else with one in the vocabulary,
+    else that of `<think>`.
+
+    Attributes:
+        special: texts of the special tokens in marks, which texts keep.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+        self.format, self.special = THINK, dict[int, str]()
+        if tokenizer is not None:
+            template = str(getattr(tokenizer, "chat_template", None) or "")
+            written = [one for one in FORMATS if any(mark in template for mark in one.telling)]
+            known = (one for one in FORMATS if all(self.token(mark) is not None for mark in one.telling))
+            self.format = (written or [*known, THINK])[0]
+            for mark in self.format.marks:  # a mark may be a special token and a word
+                for token in self.encoded(mark):
+                    text = str(tokenizer.decode([token]))
+                    if text in mark and not tokenizer.decode([token], skip_special_tokens=True):
+                        self.special[token] = text
+
+    def token(self, mark: str) -> int | None:
+        """Returns the token that a mark is; None: it is several, or none."""
+        assert self._tokenizer is not None
+        token = self._tokenizer.convert_tokens_to_ids(mark)
+        return token if isinstance(token, int) and token != self._tokenizer.unk_token_id else None
+
+    def ends_with(self, prompt: Sequence[int], mark: str) -> bool:
+        """Returns whether a prompt ends with a mark, but for white space."""
+        if self._tokenizer is None:
+            return False
+        return str(self._tokenizer.decode(list(prompt[-LAST_TOKENS:]))).rstrip().endswith(mark)
+
+    def encoded(self, marks: str) -> list[int]:
+        """Returns the tokens of marks in a row."""
+        assert self._tokenizer is not None
+        if (token := self.token(marks)) is not None:
+            return [token]  # a tokenizer may put a blank before the first word
+        return list(self._tokenizer(marks, add_special_tokens=False)["input_ids"])
+
+    def come_first(self, prompt: Sequence[int]) -> bool:
+        """Returns whether thoughts must come first after a prompt, and then end with a token of their own."""
+        if self.format.channels:
+            return self.ends_with(prompt, f"{START}assistant")
+        opened = self.ends_with(prompt, self.format.opened)
+        return opened and self.token(self.format.closed) is not None
+
+    def splitter(self, prompt: Sequence[int]) -> ThoughtSplitter:
+        """Returns the splitter of the text behind a prompt, which may have opened thoughts."""
+        return ThoughtSplitter(self.ends_with(prompt, self.format.opened), self.format)
+
+
+class Part(Enum):
+    """What the text under way is."""
+
+    BEGINNING = auto()
+    THOUGHTS = auto()
+    ANSWER = auto()
+    HEADER = auto()
+    NOTHING = auto()
+
+
+class ThoughtSplitter:
+    """Splits a text that arrives in pieces into its thoughts and the answer after them, without marks.
+
+    White space at the beginning of both is dropped.
+
+    Args:
+        inside: the text begins within thoughts, as the template has opened them.
+    """
+
+    def __init__(self, inside: bool = False, form: ThoughtFormat = THINK) -> None:
+        self._form = form
+        self._part = Part.THOUGHTS if inside else Part.BEGINNING
+        self._held = ""
+        self._header = ""
+        self._blank = {Part.THOUGHTS: True, Part.ANSWER: True}  # nothing of it has been returned
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Returns the thoughts and the part of the answer that are certain with this piece."""
+        text, self._held = self._held + text, ""
+        shown = {Part.THOUGHTS: "", Part.ANSWER: ""}
+        while text:
+            marks = self._marks()
+            if self._part is Part.BEGINNING:
+                text = text.lstrip(BLANK)
+                if not any(text.startswith(mark[: len(text)]) for mark in marks):
+                    self._part = Part.ANSWER
+                    continue
+            at, mark = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(-1, ""))
+            end = at if mark else len(text) - max((overlap(text, one) for one in marks), default=0)
+            self._take(text[:end], shown)
+            if not mark:
+                self._held = text[end:]
+                break
+            self._enter(mark)
+            text = text[end + len(mark) :]
+        return shown[Part.THOUGHTS], shown[Part.ANSWER]
+
+    def finish(self) -> tuple[str, str]:
+        """Returns what was held back, as no text follows."""
+        held, self._held = self._held, ""
+        answers = self._part in (Part.ANSWER, Part.BEGINNING)
+        return (held, "") if self._part is Part.THOUGHTS else ("", held if answers else "")
+
+    def _marks(self) -> tuple[str, ...]:
+        """Returns the marks that end the part under way."""
+        form = self._form
+        if form.channels:
+            return (CHANNEL, START, END, *((MESSAGE,) if self._part is Part.HEADER else ()))
+        if self._part is Part.ANSWER:
+            return form.answer
+        return (*((form.opened,) if self._part is Part.BEGINNING else ()), form.closed, *form.answer)
+
+    def _enter(self, mark: str) -> None:
+        """Begins the part that follows a mark."""
+        if mark == CHANNEL:
+            self._part, self._header = Part.HEADER, ""
+        elif mark == MESSAGE:
+            final = self._header.strip().startswith(FINAL)
+            self._part = Part.ANSWER if final else Part.THOUGHTS
+        elif self._form.channels:
+            self._part = Part.NOTHING
+        else:
+            self._part = Part.THOUGHTS if mark == self._form.opened else Part.ANSWER
+
+    def _take(self, text: str, shown: dict[Part, str]) -> None:
+        if self._part is Part.HEADER:
+            self._header += text
+        if self._part in shown:
+            text = text.lstrip(BLANK) if self._blank[self._part] else text
+            self._blank[self._part] &= not text
+            shown[self._part] += text
+
+
+class Splitter(Protocol):
+    """Takes a text in pieces, and returns two parts of it as they become certain."""
+
+    def push(self, text: str) -> tuple[str, str]: ...
+
+    def finish(self) -> tuple[str, str]: ...
+
+
+class ReadableThoughts:
+    """Writes thoughts and the answer as a text that looks alike for all formats.
+
+    It has the interface of a splitter, and no thoughts are left in what it returns.
+    """
+
+    def __init__(self, splitter: ThoughtSplitter) -> None:
+        self._splitter = splitter
+        self._space = ""  # at the end of the thoughts so far
+        self._part = Part.BEGINNING
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Returns nothing, and what is certain with this piece."""
+        return "", self._written(*self._splitter.push(text))
+
+    def finish(self) -> tuple[str, str]:
+        """Returns nothing, and what was held back, as no text follows."""
+        return "", self._written(*self._splitter.finish())
+
+    def _written(self, thought: str, answer: str) -> str:
+        text = ""
+        if thought:
+            text = f"{THINK.opened}\n" if self._part is Part.BEGINNING else ""
+            self._part, thought = Part.THOUGHTS, self._space + thought
+            text += thought.rstrip(BLANK)
+            self._space = thought[len(thought.rstrip(BLANK)) :]
+        if answer:
+            text += f"\n{THINK.closed}\n\n" if self._part is Part.THOUGHTS else ""
+            self._part = Part.ANSWER
+        return text + answer
+
+
+def split(text: str, splitter: ThoughtSplitter) -> tuple[str, str]:
+    """Returns the thoughts in a whole text and its answer."""
+    thought, answer = ("".join(both) for both in zip(splitter.push(text), splitter.finish(), strict=True))
+    return thought, answer

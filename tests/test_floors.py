@@ -1,0 +1,53 @@
+"""Packages stand on floors: modules import from their own floor and below, also where they import lazily."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1] / "offload_rt"
+FLOORS = """
+errors
+system config
+text sampling
+kernels
+attention
+caches
+model
+drafting
+machine
+planning
+engine
+api
+server
+commands
+__main__
+"""
+EXCEPTIONS = {("config/draft_shape.py", "drafting")}
+"""The yield of a Sequoia tree takes torch to compute, so it is imported when a config asks for one."""
+
+
+def imported(source: str) -> set[str]:
+    """Returns the packages of `offload_rt` that a module names in imports, those for type checkers too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("offload_rt.")}
+    return found
+
+
+def test_nothing_is_imported_from_a_floor_above() -> None:
+    floors = {name: number for number, line in enumerate(FLOORS.split("\n")) for name in line.split()}
+    upward = set()
+    for path in ROOT.rglob("*.py"):
+        place = path.relative_to(ROOT)
+        home = place.parts[0].removesuffix(".py")
+        if home != "__init__":  # hands on the names of the API, when they are asked for
+            for other in imported(path.read_text("utf-8")):
+                if floors.get(other, 0) > floors[home]:
+                    upward.add((place.as_posix(), other))
+    assert upward == EXCEPTIONS
