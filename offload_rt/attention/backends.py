@@ -12,6 +12,7 @@ folded into the query length, so keys and values are never repeated in memory: a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -316,21 +317,25 @@ class TorchCudaBackend(_TorchBackend):
     ) -> Total:
         if not isinstance(keys, PackedSide):
             return super().add_with_mass(total, queries, keys, values, scale, sample, mass, reference)
-        operators, every = self.operators, (sample.period, sample.step)
         pages, _, page_size, _ = keys.shape
         chunks = mass.shape[2] // max(1, pages)
-        within = chunks and PACKED_TILE % (page_size // chunks) == 0  # a tile has whole chunks
-        if within and reference is not None and queries.shape[1] <= MOST_PACKED_QUERIES:
-            taken = mass, reference, *every
-            found = operators.attend_packed(queries, keys.packed, page_size, scale, *taken)
+        if reference is not None and pages and queries.shape[1] <= MOST_PACKED_QUERIES:
+            # Chunks that a tile does not hold as a whole are summed from parts of them.
+            parts = page_size // chunks // math.gcd(page_size // chunks, PACKED_TILE)
+            fine = mass if parts == 1 else mass.new_empty(*mass.shape[:2], mass.shape[2] * parts)
+            taken = fine, reference, sample.period, sample.step
+            found = self.operators.attend_packed(queries, keys.packed, page_size, scale, *taken)
+            if parts > 1:
+                torch.sum(fine.unflatten(2, (-1, parts)), -1, out=mass)
             return self.combined(total, *found)
-        total = self.add(total, queries, keys, values, scale, None)
-        at, shift = 0, total[1] if reference is None else reference
-        for plain, _ in unpacked_pages(keys):
-            part = mass[:, :, at : at + len(plain) * chunks]
-            operators.chunk_mass_(part, queries, plain, shift, scale, *every)
-            at += len(plain) * chunks
-        return total
+        if reference is None and pages > 1:
+            raise ValueError("attention mass of packed pages needs a reference: attend to one page first")
+        at = 0
+        for plain in unpacked_pages(keys):
+            part = mass[:, :, at : at + len(plain[0]) * chunks]
+            total = super().add_with_mass(total, queries, *plain, scale, sample, part, reference)
+            at += len(plain[0]) * chunks
+        return total or self.add(total, queries, keys, values, scale, None)
 
     def _dense(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool

@@ -21,7 +21,7 @@ MAX_EXPONENT = 80.0
 
 
 VALUES_AT_A_TIME = 2**21
-"""Values that are quantised at a time."""
+"""Values that are quantised or unpacked at a time."""
 
 
 def clamped_exp(difference: Tensor) -> Tensor:
@@ -188,17 +188,19 @@ def attend_packed(
     wide = torch.promote_types(queries.dtype, torch.float32)
     out = queries.new_empty(len(packed), heads, rows, dim)
     lse = queries.new_empty(len(packed), heads, rows, dtype=wide)
-    page = queries.new_empty(1, 2, heads, page_size, dim, dtype=torch.bfloat16)
     chunks = 0 if mass is None else mass.shape[2] // max(1, len(packed))
-    for number in range(len(packed)):
-        PageCodec().decode(shape, packed[number : number + 1], page)
-        keys, values = page.to(wide).transpose(0, 1)
+    most = max(1, VALUES_AT_A_TIME // shape.values)
+    for first in range(0, len(packed), most):
+        some = packed[first : first + most]
+        pages = queries.new_empty(len(some), 2, heads, page_size, dim, dtype=torch.bfloat16)
+        PageCodec().decode(shape, some, pages)
+        keys, values = pages.to(wide).transpose(0, 1)
         if mass is not None and reference is not None:
-            part = mass[:, :, number * chunks : (number + 1) * chunks]
+            part = mass[:, :, first * chunks : (first + len(some)) * chunks]
             chunk_mass_(part, queries.to(wide), keys, reference, scale, period, step)
-        scores = scale * (queries.to(wide) @ keys[0].mT)
-        lse[number] = scores.logsumexp(-1)
-        out[number] = scores.softmax(-1) @ values[0]
+        scores = scale * (queries.to(wide) @ keys.mT)
+        lse[first : first + most] = scores.logsumexp(-1)
+        out[first : first + most] = scores.softmax(-1) @ values
     return out, lse
 
 

@@ -95,7 +95,7 @@ def _unpacked_tile(
     return low, high, escape
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pages", "heads", "tokens"])
 def _unpack_runs(
     packed, out, pages, heads, tokens, nbytes, bases_at, rows_at, words, first_head, sides_heads, length,
     page_size, half, LISTED: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
@@ -130,7 +130,7 @@ def _values(bits):
     return (bits << 16).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=VARIES)
+@triton.jit(do_not_specialize=VARIES, do_not_specialize_on_alignment=["mass"])
 def _attend_pages(
     asking, packed, out, lse, mass, reference, scale, pages, pages_each, rows, heads, page_size, half,
     nbytes, bases_at, rows_at, words, query_head_stride, query_row_stride,

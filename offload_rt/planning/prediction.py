@@ -41,6 +41,8 @@ weights are expanded first."""
 PACKED_ATTENTION = 1.2
 """Time of the CPU's attention over packed pages, as a multiple of that over others. Measured on two cores:
 1.1 to 1.35, most with few queries. Less is likely where more cores wait for memory."""
+UNPACKING_KERNELS = 2
+"""Kernels that unpack a segment, and put its pages side by side, for many queries."""
 UNPACKING_SHARE = 0.8
 """Share of the memory rate at which a GPU unpacks pages to memory. An estimate."""
 REGISTER_SHARE = 0.6
@@ -242,7 +244,7 @@ class Predictor:
     def verification(self, placement: Placement, drafted: DraftShape) -> PassTime:
         """Returns the times of a pass over the full cache that verifies a draft."""
         target, host, gpus, queries = self.target, self.host, self.request.hardware.gpus, drafted.size + 1
-        dense = self.dense(queries) + Cost(launch_ms=self._segment_launches(placement))
+        dense = self.dense(queries) + Cost(launch_ms=self._segment_launches(placement, queries))
         if self.request.in_place:
             attending = self._store_attention(self.request.context, queries)
             return PassTime(placement, drafted, dense, attending)
@@ -273,15 +275,20 @@ class Predictor:
         own = self._tier_attention(gpus[0], tokens, packed, queries)
         return PassTime(placement, drafted, dense, own, link, cpu, others, memory, ahead)
 
-    def _segment_launches(self, placement: Placement) -> float:
+    def _segment_launches(self, placement: Placement, queries: int) -> float:
         """Returns the time in ms to launch attention over the segments that a pass streams.
 
-        All resident tokens are one segment, whose kernels are among those of the layer. A part of a segment
-        counts as a part, so that times along a line of shares have one valley.
+        All resident tokens are one segment, whose kernels are among those of the layer, unless they are
+        unpacked segment by segment. A part of a segment counts as a part, so that times along a line of
+        shares have one valley.
         """
         if self.request.in_place:
             return 0.0
-        calls = placement.streamed_tokens / self.request.segment_tokens * SEGMENT_CALLS
+        streamed, resident = placement.streamed_tokens, 0
+        calls = streamed / self.request.segment_tokens * SEGMENT_CALLS
+        if self.request.stored.packed and queries * self.target.group > MOST_PACKED_QUERIES:
+            resident = placement.resident_tokens if placement.packed else 0
+            calls += (streamed + 2 * resident) / self.request.segment_tokens * UNPACKING_KERNELS
         return self.target.paged_layers * calls / LAYER_KERNELS * self.processor.launch_ms
 
     def _attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
