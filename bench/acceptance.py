@@ -23,8 +23,9 @@ from bench.texts import Texts, passed, recompose, take
 from cpu_kv import head_major
 from offload_rt.attention.backends import fold, folded_mask
 from offload_rt.attention.sums import AttentionSum, Softmax
-from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.caches.base import Cache
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import AttentionScores, chunk_scores, top_chunks
 from offload_rt.caches.speculative import SpeculativeTokens

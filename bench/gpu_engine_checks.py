@@ -24,7 +24,7 @@ from cpu_kv import CudaLink, ElementType, Event
 from cpu_kv.mapped import PeerCopies
 from cpu_kv.streams import device_streams
 from offload_rt.attention.backends import choose_backend
-from offload_rt.caches.base import NewTokens
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config.schema import Config
 from offload_rt.drafting.levels.configs import load_config

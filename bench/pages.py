@@ -18,7 +18,7 @@ from cpu_kv import KVLayout, PacedLink, TransferCounters
 from offload_rt.api.llm import LLM
 from offload_rt.attention.backends import torch_threads
 from offload_rt.attention.page_codec import machine_codec
-from offload_rt.caches.base import NewTokens
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.sizes import stored_layout
 from offload_rt.commands.prompts import built_in
 from offload_rt.machine.measuring import CPU

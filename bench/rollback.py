@@ -18,8 +18,8 @@ from bench.results import Row
 from bench.study import Part, Study, elapsed_ms
 from cpu_kv import Link, PacedLink
 from offload_rt.api.llm import LLM
-from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local_history import copied, state_tensors
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.machine.measuring import CPU
 from offload_rt.model.architecture import cache_argument

@@ -22,10 +22,11 @@ from offload_rt.caches.local import LocalState
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.drafting.head_drafter import HeadModel
 from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.engine.batching import BatchRunner
 from offload_rt.engine.controller import SpeculationController
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.sequence import Continuation, TokenSequence
-from offload_rt.model.scheduler import BatchRunner, LevelStats, Outputs, Passed
+from offload_rt.model.work import LevelStats, Outputs, Passed
 from offload_rt.sampling.sampler import Draws, Sampler, choices
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import ROOT, Tree

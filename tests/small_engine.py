@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from cpu_kv import CudaLink, Link, PacedLink
 from offload_rt import LLM, Context, GenerationResult, SamplingParams
 from offload_rt.caches.sizes import Tiers
+from offload_rt.engine.batching import PassThread
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
-from offload_rt.model.scheduler import PassThread
 
 CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup", "trees")
 PAGE = 16

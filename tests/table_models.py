@@ -16,8 +16,9 @@ from torch import Tensor
 
 from cpu_kv import CpuLink
 from offload_rt.attention.sums import Softmax
-from offload_rt.caches.base import NewTokens, VerifiedTokens
+from offload_rt.caches.base import VerifiedTokens
 from offload_rt.caches.local import NO_LOCAL_STATE
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.caches.split import SplitCache
 from offload_rt.config.draft_shape import CHAIN, DraftShape

@@ -35,7 +35,7 @@ from offload_rt.attention.backends import (
     unfold,
 )
 from offload_rt.attention.sums import AttentionSum
-from offload_rt.caches.base import NewTokens, sees_entries
+from offload_rt.caches.new_tokens import NewTokens, sees_entries
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.kernels import operators
 from offload_rt.sampling.tokens import Tokens

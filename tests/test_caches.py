@@ -22,9 +22,10 @@ from torch import Tensor
 from cpu_kv import CpuLink, KVLayout, Link, PacedLink, PagedKVStore, TransferEngine
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.attention.sums import Softmax
-from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.caches.base import Cache
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.refresh import ChosenChunks, ChunkRows, EntryLayout, RetrievalRefresh
 from offload_rt.caches.retrieved import RefreshSchedule, RetrievedCache
 from offload_rt.caches.selection import LAST_QUERIES, AttentionScores, MeanKeyScores, Selection

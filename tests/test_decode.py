@@ -24,7 +24,8 @@ from offload_rt.drafting.base import Round
 from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import decode
-from offload_rt.model.scheduler import BatchRunner, LevelStats, Read, run_alone
+from offload_rt.engine.batching import BatchRunner, run_alone
+from offload_rt.model.work import LevelStats, Read
 from offload_rt.sampling.sampler import Sampler
 
 PROMPT = [3, 1, 4, 1, 2]

@@ -32,8 +32,8 @@ from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.merged import MergedDrafter, PreferredDrafter
 from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
 from offload_rt.drafting.verifier import Sampling
+from offload_rt.engine.batching import run_alone
 from offload_rt.model.layer_plan import LayerPlan
-from offload_rt.model.scheduler import run_alone
 from offload_rt.sampling.sampler import Draws, Sampler
 
 TOLERANCE = 1e-6

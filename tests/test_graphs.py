@@ -23,16 +23,16 @@ from torch import Tensor
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, choose_backend
-from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import MAX_RECORDED_SPECULATION, BoundedCache, fixed_shape_attention
 from offload_rt.caches.buffers import BufferPool, KVBuffer
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.streaming import StreamingCache
+from offload_rt.engine.batching import PassThread
 from offload_rt.kernels.sizes import GROUP, MASKED_PAGE, QuantizedSize
 from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
-from offload_rt.model.scheduler import PassThread
 from offload_rt.sampling.tokens import Tokens
 
 PAGES = 5

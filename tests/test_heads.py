@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.caches.base import NewTokens
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.commands import cli
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.drafting import head_drafter

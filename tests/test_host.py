@@ -15,8 +15,8 @@ from torch import Tensor
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config.draft_shape import DraftShape
-from offload_rt.model import scheduler
-from offload_rt.model.scheduler import run_alone
+from offload_rt.engine import batching as scheduler
+from offload_rt.engine.batching import run_alone
 from offload_rt.system.device_copies import to_device, to_host
 
 OVERRIDES = {

@@ -26,7 +26,8 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.caches.full import FullCache, PassCancelled
 from offload_rt.caches.selection import choose_chunks
 from offload_rt.engine import decode
-from offload_rt.model.scheduler import PassThread, Work
+from offload_rt.engine.batching import PassThread
+from offload_rt.model.work import Work
 
 SHORT = SamplingParams(max_tokens=12)
 

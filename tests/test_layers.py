@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt.attention.backends import TorchCpuBackend
-from offload_rt.caches.base import NewTokens
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
 from offload_rt.model.config_shapes import shape_of

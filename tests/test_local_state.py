@@ -27,9 +27,9 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.api import llm as api
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.attention.sums import Softmax
-from offload_rt.caches.base import NewTokens
 from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
 from offload_rt.caches.local import LocalHistory, LocalLayers, LocalState
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.model.architecture import cache_argument
 from offload_rt.sampling.sampler import Draws

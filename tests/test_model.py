@@ -26,7 +26,7 @@ from cpu_kv import CopyFailed
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.attention.sums import Softmax
-from offload_rt.caches.base import NewTokens
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
 from offload_rt.model.attention_hook import ATTENTION_NAME

@@ -42,10 +42,10 @@ from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import AttentionScores
 from offload_rt.caches.sizes import GpuTier, Tiers
 from offload_rt.config.files import config_names
+from offload_rt.engine import batching as scheduler
 from offload_rt.engine.decode import Round
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
-from offload_rt.model import scheduler
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.system.device_copies import to_host
 

@@ -12,8 +12,8 @@ from table_models import Parts
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
 from offload_rt.drafting.verifier import Sampling
+from offload_rt.engine.batching import BatchRunner
 from offload_rt.engine.decode import decode_step
-from offload_rt.model.scheduler import BatchRunner
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.sampler import Sampler
 from offload_rt.sampling.tokens import Tokens

@@ -21,10 +21,11 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.verifier import Sampling
+from offload_rt.engine.batching import run_alone
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.runner import NotANumber
-from offload_rt.model.scheduler import LevelStats, run_alone
+from offload_rt.model.work import LevelStats
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.sampler import Sampler
 from offload_rt.sampling.tokens import Tokens

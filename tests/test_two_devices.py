@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from cpu_kv import CpuLink, ElementType
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import TorchCpuBackend
-from offload_rt.caches.base import NewTokens
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.split import ModelLayers, SplitCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.drafting.levels.configs import load_config

@@ -26,9 +26,10 @@ from torch import Tensor
 from cpu_kv import KVLayout
 from offload_rt.attention.backends import AttentionBackend, folded_mask
 from offload_rt.attention.sums import AttentionSum, Softmax
-from offload_rt.caches.base import WORD_BITS, DerivedCache, NewTokens, VerifiedTokens, sees_entries
+from offload_rt.caches.base import DerivedCache, VerifiedTokens
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
+from offload_rt.caches.new_tokens import WORD_BITS, NewTokens, sees_entries
 from offload_rt.caches.sizes import SPECULATIVE_ENTRIES, whole_pages
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.kernels.sizes import QuantizedSize

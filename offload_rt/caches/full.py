@@ -18,10 +18,11 @@ from cpu_kv import CopyFailed, KeysValues, LayerStream, TransferEngine, head_maj
 from cpu_kv.packed import PackedSide
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.attention.sums import AttentionSum, Softmax
-from offload_rt.caches.base import DerivedCache, NewTokens, VerifiedTokens
+from offload_rt.caches.base import DerivedCache, VerifiedTokens
 from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
 from offload_rt.caches.local_history import LocalHistory
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.remote import RemoteAttention
 from offload_rt.caches.resident import ResidentTier
 from offload_rt.caches.sizes import MOST_POINTS

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, folded_mask
 from offload_rt.attention.sums import AttentionSum, Softmax
-from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local_history import LocalHistory, LocalLayers, RecurrentState, Window, copied
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.system.device_copies import to_device
 
 MOST_BLOCK = 512

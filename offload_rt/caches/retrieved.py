@@ -14,10 +14,11 @@ from torch import Tensor
 
 from cpu_kv import ChunkMeans, KeysValues
 from offload_rt.attention.sums import AttentionSum
-from offload_rt.caches.base import NewTokens, VerifiedTokens
+from offload_rt.caches.base import VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, HeldChunks, KVBuffer
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.refresh import ChosenChunks, EntryLayout, RetrievalRefresh
 from offload_rt.caches.selection import (
     PREFERENCE,

@@ -12,11 +12,12 @@ from torch import Tensor
 from cpu_kv import ChunkMeans, KeysValues, KVLayout, SequenceKV, TransferEngine
 from offload_rt.attention.backends import AttentionBackend, choose_backend
 from offload_rt.attention.sums import AttentionSum, Softmax
-from offload_rt.caches.base import DerivedCache, NewTokens, VerifiedTokens
+from offload_rt.caches.base import DerivedCache, VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.local_history import LocalLayers
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.system.device_copies import to_device
 from offload_rt.system.second_device import SecondDevice
 

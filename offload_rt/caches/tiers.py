@@ -19,9 +19,9 @@ from torch import Tensor
 from cpu_kv import KeysValues, KVLayout, LayerStream, TransferEngine
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.attention.sums import AttentionSum
-from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.buffers import KVBuffer
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.system.device_copies import to_device
 
 Results = list[Tensor]

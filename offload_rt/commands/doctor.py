@@ -13,7 +13,7 @@ from offload_rt.system.hardware import GIB, Gpu, ProductRate
 
 if TYPE_CHECKING:
     from offload_rt.machine.inspection import Report
-    from offload_rt.machine.inventory import GpuFacts, Link
+    from offload_rt.machine.inventory import GpuFacts, PcieLink
 
 LABEL_WIDTH = 18
 
@@ -108,7 +108,7 @@ def _host_rows(report: Report) -> dict[str, str | None]:
     }
 
 
-def _gpu_rows(gpu: Gpu, link: Link, facts: GpuFacts) -> dict[str, str | None]:
+def _gpu_rows(gpu: Gpu, link: PcieLink, facts: GpuFacts) -> dict[str, str | None]:
     triton = "Triton kernels run" if facts.triton is None else f"Triton kernels do not run ({facts.triton})"
     return {
         "name": gpu.name,
@@ -139,6 +139,6 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def _pcie(link: Link) -> str:
+def _pcie(link: PcieLink) -> str:
     generation, width = link
     return f"PCIe {generation or '?'} ×{width or '?'}"

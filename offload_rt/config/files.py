@@ -16,17 +16,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from offload_rt.config.schema import (
-    AUTO,
-    Config,
-    InvalidValue,
-    LevelConfig,
-    RefreshPolicy,
-    nearest,
-    require_type,
-    shown,
-)
-from offload_rt.errors import UsageError, first_line
+from offload_rt.config.schema import AUTO, Config, LevelConfig, RefreshPolicy
+from offload_rt.config.toml import read_tables
+from offload_rt.config.validation import InvalidValue, nearest, require_type, shown
+from offload_rt.errors import UsageError
 
 _CONFIGS = Path(__file__).parent.with_name("configs")
 
@@ -132,20 +125,6 @@ def _config_path(name_or_path: str) -> Path:
         wrong = "is a folder" if is_folder else "is a pipe or a device" if exists else "no such file"
         raise UsageError(f"config {name_or_path}: {wrong}; give a TOML file or one of {', '.join(names)}")
     raise UsageError(f"unknown config {name_or_path!r}{nearest(name_or_path, names)}, or the path of a file")
-
-
-def read_tables(path: Path) -> dict[str, Any]:
-    """Reads a TOML file. Raises UsageError where it cannot be read."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    except RecursionError:
-        raise UsageError(f"{path}: its values are nested too deeply; write fewer brackets") from None
-    except ValueError as error:  # a TOMLDecodeError, or an integer of too many digits
-        raise UsageError(f"{path}: not valid TOML: {first_line(error)}") from None
 
 
 def _read_toml(path: Path) -> dict[str, object]:

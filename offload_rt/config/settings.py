@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offload_rt.config.files import read_tables
-from offload_rt.config.schema import AUTO, NO_DRAFT, InvalidValue, nearest, require
+from offload_rt.config.schema import AUTO, NO_DRAFT
+from offload_rt.config.toml import read_tables
+from offload_rt.config.validation import InvalidValue, nearest, require
 from offload_rt.errors import UsageError
 
 VARIABLE = "OFFLOAD_RT_CONFIG"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from offload_rt.config.draft_shape import DraftShape
-from offload_rt.model.scheduler import LevelStats, Work
+from offload_rt.model.work import LevelStats, Work
 from offload_rt.sampling.rejection import Draft
 
 Outcome = tuple[int, ...]

@@ -21,7 +21,7 @@ from offload_rt.drafting.base import DraftAhead, Outcome, Proposal, TokenView
 from offload_rt.drafting.outcomes import LIKELY, chain_outcomes, doubt_scale
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.model.passes import PassOutput
-from offload_rt.model.scheduler import Read, Work
+from offload_rt.model.work import Read, Work
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.sampler import choices
 from offload_rt.sampling.tokens import Tokens

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from offload_rt.attention.sums import Softmax
-from offload_rt.caches.base import NewTokens
 from offload_rt.caches.local import NO_LOCAL_STATE
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.schema import HeadConfig
@@ -66,7 +66,7 @@ class HeadStates:
 
 
 class HeadModel:
-    """A head with its target's embedding and output head: a `scheduler.Model` over `HeadStates`."""
+    """A head with its target's embedding and output head: a `work.Model` over `HeadStates`."""
 
     def __init__(self, head: Head, target: CausalModel, name: str) -> None:
         self.name = name

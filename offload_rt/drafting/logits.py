@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.penalties import Penalties
-from offload_rt.model.scheduler import LevelStats, Read, Work
+from offload_rt.model.work import LevelStats, Read, Work
 from offload_rt.sampling.sampler import Sampler
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import Tree, on_device

@@ -9,7 +9,7 @@ import torch
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.sources import Source
-from offload_rt.model.scheduler import LevelStats, Read, Work
+from offload_rt.model.work import LevelStats, Read, Work
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import ROOT, Tree

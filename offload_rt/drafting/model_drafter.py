@@ -20,7 +20,7 @@ from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Rou
 from offload_rt.drafting.growth import BestFirst, LevelGrowth, OutcomeForest
 from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.model.scheduler import Read, Work
+from offload_rt.model.work import Read, Work
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import forest

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload_rt.drafting.base import Outcome
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.model.scheduler import Read, Work
+from offload_rt.model.work import Read, Work
 from offload_rt.sampling.sampler import Sampler
 from offload_rt.system.device_copies import to_device
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
-from offload_rt.model.scheduler import LevelStats, Work
+from offload_rt.model.work import LevelStats, Work
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import ROOT, Tree

@@ -8,13 +8,14 @@ from typing import NoReturn, Protocol
 
 from torch import Tensor
 
-from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.caches.base import Cache
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.drafting.base import Drafter, Round, TokenView
 from offload_rt.drafting.logits import Grammar, LogitsProcessor
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput
-from offload_rt.model.scheduler import Forward, LevelStats, Model, Read, Work
+from offload_rt.model.work import Forward, LevelStats, Model, Read, Work
 from offload_rt.sampling.rejection import Draft, Verdict, verify, verify_greedy
 from offload_rt.sampling.sampler import Draws, Sampler, choices
 from offload_rt.sampling.tokens import Tokens

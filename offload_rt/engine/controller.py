@@ -22,7 +22,7 @@ from typing import Protocol
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.config.priors import LATER_CHOICES, outcome_chances
 from offload_rt.drafting.base import Round
-from offload_rt.model.scheduler import BackgroundPass
+from offload_rt.model.work import BackgroundPass
 
 WINDOW = 8  # drafted rounds that are judged together
 YIELDS = 24  # rounds that tell how many tokens one yields

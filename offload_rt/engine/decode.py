@@ -12,7 +12,7 @@ from __future__ import annotations
 from offload_rt.drafting.base import Outcome, Proposal, Round
 from offload_rt.engine.controller import RoundTimes
 from offload_rt.engine.sequence import TokenSequence
-from offload_rt.model.scheduler import AwaitPass, BackgroundPass, StartPass, Work
+from offload_rt.model.work import AwaitPass, BackgroundPass, StartPass, Work
 from offload_rt.sampling.rejection import Draft
 from offload_rt.system import clock
 

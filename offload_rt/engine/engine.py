@@ -17,6 +17,7 @@ from offload_rt.config.schema import Config
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import Heads
 from offload_rt.drafting.levels.base import kept_means, levels_of, possible
+from offload_rt.engine.batching import BatchRunner, PassThread
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.prefix import KVPrefix
 from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
@@ -28,7 +29,6 @@ from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.host_embedding import host_bytes
 from offload_rt.model.runner import CausalModel
-from offload_rt.model.scheduler import BatchRunner, PassThread
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import (
     PlanRequest,

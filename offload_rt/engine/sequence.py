@@ -25,12 +25,12 @@ from offload_rt.drafting.head_drafter import Heads
 from offload_rt.drafting.levels.base import Resources, kept_means, levels_of
 from offload_rt.drafting.levels.compose import compose
 from offload_rt.drafting.verifier import Sampling, Verifier
+from offload_rt.engine.batching import run_alone
 from offload_rt.engine.controller import RoundTimes, SpeculationController
 from offload_rt.engine.prefill import Progress, prefill
 from offload_rt.engine.prefix import KVPrefix
 from offload_rt.errors import UsageError
 from offload_rt.model.runner import CausalModel
-from offload_rt.model.scheduler import run_alone
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import with_budget
 from offload_rt.planning.prices import Prices

@@ -17,7 +17,7 @@ from offload_rt.errors import UsageError, first_line
 from offload_rt.kernels.native import SOURCES
 from offload_rt.machine import inventory
 from offload_rt.machine.cuda import no_cuda_device
-from offload_rt.machine.inventory import GpuFacts, HostFacts, Link
+from offload_rt.machine.inventory import GpuFacts, HostFacts, PcieLink
 from offload_rt.system.files import locked, write_whole
 from offload_rt.system.hardware import GIB, NO_GPU, SYSTEM_BYTES, Gpu, Hardware, Host, named_hardware
 from offload_rt.system.memory import CACHE_FOLDER, available_memory, cache_folder
@@ -36,7 +36,7 @@ class Report:
     measured_at: str  # ISO 8601 in UTC
     load_average: float  # just before it was measured
     hardware: Hardware  # with the memory that is free now
-    links: tuple[Link, ...]  # of `hardware.gpus`, while they copied
+    links: tuple[PcieLink, ...]  # of `hardware.gpus`, while they copied
     host: HostFacts
     gpus: tuple[GpuFacts, ...]  # of `hardware.gpus`
     versions: dict[str, str | None]
@@ -123,11 +123,11 @@ def _usable(gpus: Sequence[Gpu], device: torch.device, loaded_bytes: int) -> Gpu
 @torch.inference_mode(False)  # a caller may be in it, but threads that measure are not
 def _measure(
     host: HostFacts, gpus: tuple[GpuFacts, ...], on_progress: OnProgress
-) -> tuple[Hardware, tuple[Link, ...]]:
+) -> tuple[Hardware, tuple[PcieLink, ...]]:
     """Measures all rates; memory sizes stay 0."""
     from offload_rt.machine import measuring  # with transformers: two seconds, where rates are not known yet
 
-    measured: list[tuple[Gpu, Link]] = []
+    measured: list[tuple[Gpu, PcieLink]] = []
     processor: Host | None = None
     for number, facts in enumerate(gpus):
         on_progress(f"measure GPU {number}", number, len(gpus))

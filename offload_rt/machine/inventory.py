@@ -31,7 +31,7 @@ _WSL_DEVICE = Path("/dev/dxg")
 _STEP_BYTES, _MOST_STEPS = 2**28, 16
 
 
-Link = tuple[int | None, int | None]
+PcieLink = tuple[int | None, int | None]
 """PCIe generation and width; None where the driver does not say."""
 
 
@@ -61,7 +61,7 @@ class GpuFacts:
     bus: str | None  # PCI address, `domain:bus:device.function`; None where the driver does not say
     total_bytes: int
     free_bytes: int
-    max_link: Link  # whatever slot it is in
+    max_link: PcieLink  # whatever slot it is in
     attention: str  # its attention backend
     triton: str | None  # why Triton kernels do not run on it; None: they do
 
@@ -124,7 +124,7 @@ def read_versions() -> dict[str, str | None]:
     }
 
 
-def link_now(uuid: str) -> Link:
+def link_now(uuid: str) -> PcieLink:
     """Returns the state of a GPU's link at this moment; an idle GPU lowers its generation."""
     ask = _asking(uuid)
     return ask("CurrPcieLinkGeneration"), ask("CurrPcieLinkWidth")

@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cpu_kv import SlabAllocator
 from offload_rt.attention.backends import choose_backend, cpu_share_backend
 from offload_rt.attention.sums import AttentionSum
-from offload_rt.caches.base import NewTokens
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.streaming import StreamingCache
-from offload_rt.machine.inventory import GpuFacts, Link, link_now
+from offload_rt.machine.inventory import GpuFacts, PcieLink, link_now
 from offload_rt.model.passes import PassInput
 from offload_rt.model.quantization import INT8, NF4, Quantization
 from offload_rt.model.quantized_weights import quantized_linear
@@ -263,7 +263,7 @@ def _timed_copies(destination: Tensor, source: Tensor) -> Callable[[], float]:
     return rate
 
 
-def measure_link(copies: PinnedCopies, uuid: str) -> tuple[float, float, Link]:
+def measure_link(copies: PinnedCopies, uuid: str) -> tuple[float, float, PcieLink]:
     """Returns the GB/s to the GPU with that UUID and back, each alone, and its link meanwhile."""
     copies.to_device()(), copies.to_host()()  # wakes the GPU
     turns = [(copies.to_device()(), copies.to_host()()) for _ in range(REPEATS)]
@@ -274,7 +274,7 @@ def measure_link(copies: PinnedCopies, uuid: str) -> tuple[float, float, Link]:
     return to_device, to_host, link
 
 
-def measure_gpu(facts: GpuFacts, copies: PinnedCopies, device: torch.device) -> tuple[Gpu, Link]:
+def measure_gpu(facts: GpuFacts, copies: PinnedCopies, device: torch.device) -> tuple[Gpu, PcieLink]:
     """Measures a GPU and its link; the caller fills in its free memory."""
     to_device, to_host, link = measure_link(copies, facts.uuid)
     read = memory_rate(device, within(MEMORY_BYTES, facts.free_bytes))

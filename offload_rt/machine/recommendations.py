@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offload_rt.machine.inspection import Report
-from offload_rt.machine.inventory import GpuFacts, Link
+from offload_rt.machine.inventory import GpuFacts, PcieLink
 from offload_rt.system.hardware import GIB, Gpu
 
 LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
@@ -45,7 +45,7 @@ def _for_gpus(report: Report) -> Iterator[str]:
         yield from (f"GPU {number}: {found}" for found in _for_gpu(*each))
 
 
-def _for_gpu(gpu: Gpu, link: Link, facts: GpuFacts) -> Iterator[str]:
+def _for_gpu(gpu: Gpu, link: PcieLink, facts: GpuFacts) -> Iterator[str]:
     (generation, width), (newest, widest) = (
         tuple(part or 0 for part in one) for one in (link, facts.max_link)
     )

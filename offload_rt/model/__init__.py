@@ -1,1 +1,1 @@
-"""Models: loading, running passes over caches, CUDA graphs, and the scheduler that batches passes."""
+"""Models: loading, running passes over caches, and CUDA graphs."""

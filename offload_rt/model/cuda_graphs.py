@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from cpu_kv.mapped import computed_copy
 from cpu_kv.streams import device_streams
 from offload_rt.attention.backends import AttentionBackend
-from offload_rt.caches.base import NewTokens
 from offload_rt.caches.bounded import (
     CACHE_INPUTS,
     MASK_WORDS,
@@ -34,6 +33,7 @@ from offload_rt.caches.bounded import (
     fixed_shape_attention,
 )
 from offload_rt.caches.buffers import KVBuffer
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.model.architecture import Rotary
 from offload_rt.model.layer_plan import LayerPlan
 from offload_rt.model.passes import PassInput, PassOutput

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from offload_rt.attention.sums import Softmax
-from offload_rt.caches.base import Cache, NewTokens
+from offload_rt.caches.base import Cache
 from offload_rt.caches.local import Mixer
+from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.system.device_copies import joined, to_device
 
 

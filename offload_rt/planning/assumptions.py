@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from offload_rt.config.priors import DRAFT_LENGTHS, REJECTIONS_POWER, RUNNER_UP_HITS, SECOND_CHOICE
-from offload_rt.config.schema import shown
+from offload_rt.config.validation import shown
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.prediction import (
     EXCHANGE_MS,

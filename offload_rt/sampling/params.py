@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from offload_rt.config.schema import nearest
+from offload_rt.config.validation import nearest
 from offload_rt.errors import UsageError, briefly
 from offload_rt.sampling.sampler import Sampler
 from offload_rt.text.json_grammar import checked_schema

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from offload_rt.config.schema import Config, nearest, require
+from offload_rt.config.schema import Config
+from offload_rt.config.validation import nearest, require
 from offload_rt.drafting.levels.base import LEVELS, Level, levels_of
 from offload_rt.drafting.levels.sources import SourceLevel
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.priors import HEAD_ACCEPTANCE
-from offload_rt.config.schema import require
+from offload_rt.config.validation import require
 from offload_rt.drafting.levels.base import Cost, Level, Memory, Rates, Resources, Sizes
 from offload_rt.model.shape import head_shape
 

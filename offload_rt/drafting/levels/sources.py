@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.priors import LOOKUP_ACCEPTANCE
-from offload_rt.config.schema import require
+from offload_rt.config.validation import require
 from offload_rt.drafting.levels.base import Level, Resources, Sizes
 
 if TYPE_CHECKING:

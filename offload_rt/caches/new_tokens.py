@@ -1,0 +1,113 @@
+"""The tokens that a pass adds, and which entries and tokens each of them sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload_rt.caches.speculative import SpeculativeTokens
+from offload_rt.sampling.tokens import Tokens
+from offload_rt.system.device_copies import to_device
+
+WORD_BITS = 62
+"""Speculative entries per int64 word of a bit mask."""
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The tokens of one pass, as attention and the cache see them.
+
+    Each token sees the verified sequence, its ancestors and itself. Ancestors are numbered through: first the
+    cache's speculative entries, then the tokens of the pass.
+
+    Attributes:
+        parents: the number of each token's parent; -1: the verified sequence.
+        sees: for each token, a bit mask of the numbers it sees, itself included.
+        known: ids of the first tokens.
+        drawn: the tokens after `known`, whose ids may exist on the device alone.
+    """
+
+    parents: tuple[int, ...]
+    sees: tuple[int, ...]
+    known: Sequence[int]
+    drawn: Tokens | None = None
+
+    @classmethod
+    def below(
+        cls,
+        speculative: SpeculativeTokens,
+        parents: Sequence[int],
+        known: Sequence[int],
+        drawn: Tokens | None = None,
+    ) -> NewTokens:
+        """Returns new tokens over a cache's speculative entries."""
+        sees = list(speculative.sees)
+        for parent in parents:
+            sees.append((sees[parent] if parent >= 0 else 0) | 1 << len(sees))
+        return cls(tuple(parents), tuple(sees[len(speculative) :]), known, drawn)
+
+    @classmethod
+    def chain(cls, count: int) -> NewTokens:
+        """Returns `count` arbitrary tokens in order behind the verified sequence."""
+        return cls.below(SpeculativeTokens(), range(-1, count - 1), [0] * count)
+
+    @property
+    def count(self) -> int:
+        return len(self.parents)
+
+    @property
+    def depths(self) -> list[int]:
+        """The distance of each token from the verified sequence; 1 for the first one."""
+        return [bits.bit_count() for bits in self.sees]
+
+    def sees_all(self, behind: int) -> bool:
+        """Returns whether a single token sees all `behind` speculative entries, so that no mask is needed."""
+        return self.count == 1 and self.sees[0] == (1 << behind + 1) - 1
+
+    def mask(self, behind: int, like: Tensor) -> Tensor:
+        """Returns an additive mask over `behind` speculative entries and the tokens of the pass.
+
+        Returns:
+            `[count, behind + count]`, in float32 or wider, on the device of `like`.
+        """
+        width, device = behind + self.count, like.device
+        wide = torch.promote_types(like.dtype, torch.float32)
+        mask = torch.zeros(self.count, width, dtype=wide, device=device)
+        if all(bits == (1 << behind + 1 + at) - 1 for at, bits in enumerate(self.sees)):
+            return mask.fill_(-torch.inf).triu_(behind + 1)
+        words = to_device(self.words(-(-width // WORD_BITS)), device).view(self.count, -1)
+        return mask.masked_fill_(~sees_entries(words, torch.arange(width, device=device)), -torch.inf)
+
+    def words(self, count: int) -> list[int]:
+        """Returns `sees` as `count` words of `WORD_BITS` bits for each token, token by token."""
+        low = (1 << WORD_BITS) - 1
+        return [bits >> WORD_BITS * word & low for bits in self.sees for word in range(count)]
+
+    def commit_to(self, speculative: SpeculativeTokens, kept: Sequence[int]) -> None:
+        """Adds these tokens of the pass, in this order, to the speculative entries that it was over."""
+        behind = len(speculative)
+        place = {behind + index: behind + at for at, index in enumerate(kept)}
+        for index in kept:
+            parent = self.parents[index]
+            speculative.add(self.token(index), place.get(parent, parent))
+
+    def token(self, index: int) -> tuple[Tokens, int]:
+        """Returns the tokens that contain token `index`, and its place among them."""
+        if index < len(self.known):
+            return Tokens([self.known[index]]), 0
+        assert self.drawn is not None
+        return self.drawn, index - len(self.known)
+
+
+def sees_entries(words: Tensor, columns: Tensor) -> Tensor:
+    """Returns whether each token sees each of the speculative entries `columns` `[n]`; `[tokens, n]` bool.
+
+    Args:
+        words: from `NewTokens.words`, `[tokens, words]` int64. Columns beyond them are not seen.
+    """
+    word = (columns // WORD_BITS).clamp(0, words.shape[1] - 1)
+    bits = words.index_select(1, word) >> columns % WORD_BITS & 1
+    return (bits == 1) & (columns < words.shape[1] * WORD_BITS)
