@@ -255,7 +255,7 @@ class PeerCopies:
         return there
 
 
-def packed(tensors: Sequence[Tensor]) -> Tensor:
+def joined_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the bytes of tensors of one device, concatenated, so that one copy moves them all."""
     padding = [
         tensor.new_zeros(_padded(tensor.nbytes) - tensor.nbytes, dtype=torch.uint8) for tensor in tensors
@@ -266,8 +266,8 @@ def packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(pieces)
 
 
-def unpacked(data: Tensor, like: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-    """Returns views of the tensors in the result of `packed`, given their shapes and dtypes."""
+def split_bytes(data: Tensor, like: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    """Returns views of the tensors in the result of `joined_bytes`, given their shapes and dtypes."""
     tensors, start = [], 0
     for shape, dtype in like:
         size = math.prod(shape) * dtype.itemsize

@@ -155,11 +155,11 @@ class TransferEngine:
             if unwritten + count >= page:
                 self.flush()
             return
-        packed = kv.detach().contiguous()
-        arrived = self._incoming.take(packed.shape)
-        written = self._copy([(arrived, packed)], after=self.link.record_event(), to_host=True)
+        copied = kv.detach().contiguous()
+        arrived = self._incoming.take(copied.shape)
+        written = self._copy([(arrived, copied)], after=self.link.record_event(), to_host=True)
         self._incoming.hold(written)
-        self._writes.append(_WriteBack(layers, start, count, packed, written, arrived=arrived))
+        self._writes.append(_WriteBack(layers, start, count, copied, written, arrived=arrived))
 
     def write_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Appends ``[kv_heads, n, head_dim]`` on the link's device to ``layer``, which holds full pages only.
@@ -291,11 +291,11 @@ class TransferEngine:
 
         The copy is urgent: it overtakes prefetches.
         """
-        packed = self._outgoing.take(shape)
-        fill(packed)
-        there = torch.empty_like(packed, device=self.link.device)
+        staged = self._outgoing.take(shape)
+        fill(staged)
+        there = torch.empty_like(staged, device=self.link.device)
         # Compute that was enqueued earlier may still use the memory of the destination.
-        arrived = self._copy([(there, packed)], after=self.link.record_event(), urgent=True)
+        arrived = self._copy([(there, staged)], after=self.link.record_event(), urgent=True)
         self._outgoing.hold(arrived)
         return PendingCopy(there, arrived)
 

@@ -290,8 +290,8 @@ class RetrievalRefresh:
         places = slice(first + offset, last + offset)
         shape = (2, *parts[0].shape)
 
-        def copy(packed: Tensor) -> None:
-            for part, out in zip(parts, packed, strict=True):
+        def copy(into: Tensor) -> None:
+            for part, out in zip(parts, into, strict=True):
                 # By a kernel, as `part` may be host memory that the device reads directly.
                 out.copy_(part) if over_link or not part.is_cuda else computed_copy(part, out=out)
 
@@ -312,6 +312,6 @@ class RetrievalRefresh:
             while self._pending_bytes > PENDING_BYTES:
                 self._write_oldest()
         else:
-            packed = self.buffer.memory.new_empty(shape)
-            fill(packed)
-            self._write(packed, layer, places)
+            moved = self.buffer.memory.new_empty(shape)
+            fill(moved)
+            self._write(moved, layer, places)

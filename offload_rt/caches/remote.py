@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KeysValues, LayerStream, TransferEngine
-from cpu_kv.mapped import MappedBuffer, PeerCopies, computed_copy, packed, unpacked
+from cpu_kv.mapped import MappedBuffer, PeerCopies, computed_copy, joined_bytes, split_bytes
 from cpu_kv.streams import device_streams
 from offload_rt.attention.backends import choose_backend, cpu_share_backend, unfold
 from offload_rt.attention.mass import summed_mass
@@ -110,10 +110,10 @@ class CpuAttention(RemoteAttention):
         if not queries.is_cuda:
             return self._thread.submit(self._attend, queries, runs, scale, chunk)
         buffer = self._query_buffer = self._with_capacity(self._query_buffer, queries.nbytes)
-        (on_device,) = unpacked(buffer.device, [(queries.shape, queries.dtype)])
+        (on_device,) = split_bytes(buffer.device, [(queries.shape, queries.dtype)])
         computed_copy(queries, out=on_device)
         buffer.mark_used()
-        (on_host,) = unpacked(buffer.host, [(queries.shape, queries.dtype)])
+        (on_host,) = split_bytes(buffer.host, [(queries.shape, queries.dtype)])
         return self._thread.submit(self._attend_for_gpu, buffer.used, on_host, runs, scale, chunk)
 
     def finish(self, started: Future[Results]) -> Results:
@@ -135,11 +135,11 @@ class CpuAttention(RemoteAttention):
         arrived.synchronize()
         results = self._attend(queries, runs, scale, chunk)
         with torch.inference_mode():
-            data = packed(results)
+            data = joined_bytes(results)
             buffer = self._with_capacity(self._result_buffers.popleft(), data.numel())
             buffer.host[: data.numel()].copy_(data)
         self._result_buffers.append(buffer)
-        return unpacked(buffer.device, [(result.shape, result.dtype) for result in results])
+        return split_bytes(buffer.device, [(result.shape, result.dtype) for result in results])
 
     @torch.inference_mode()
     def _attend(
@@ -219,9 +219,9 @@ class GpuAttention(RemoteAttention):
         if self._stream is None:
             return results
         with self._on_stream():
-            data = packed(results)
+            data = joined_bytes(results)
         data = self._results.copy(data, self._stream, torch.cuda.current_stream(self._home))
-        return unpacked(data, [(result.shape, result.dtype) for result in results])
+        return split_bytes(data, [(result.shape, result.dtype) for result in results])
 
     def abandon(self) -> None:
         def close() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv.packed import PackedShape, PageCodec
-from offload_rt.kernels.quantized import QuantizedLayer, codes_of, encoded, packed
+from offload_rt.kernels.quantized import QuantizedLayer, bytes_of, codes_of, encoded
 from offload_rt.kernels.sizes import GROUP
 
 MAX_EXPONENT = 80.0
@@ -219,10 +219,10 @@ def quantize_(
     for x, y, *into in zip(keys, values, key_codes, key_ranges, value_codes, value_ranges, strict=True):
         layer = QuantizedLayer(*into)
         codes, zero, step = encoded(x.unflatten(0, (-1, GROUP)), 1, layer.bits)
-        layer.key_codes.copy_(packed(codes.flatten(0, 1), layer.bits))
+        layer.key_codes.copy_(bytes_of(codes.flatten(0, 1), layer.bits))
         layer.key_ranges.copy_(torch.cat([zero, step], 1))
         codes, zero, step = encoded(y, 1, layer.bits)
-        layer.value_codes.copy_(packed(codes, layer.bits))
+        layer.value_codes.copy_(bytes_of(codes, layer.bits))
         layer.value_ranges.copy_(torch.cat([zero, step], 1))
 
 
@@ -249,9 +249,11 @@ def quantize_chunks_(
     most = max(1, VALUES_AT_A_TIME // (chunk * dim))
     for some in (slice(at, at + most) for at in range(0, count, most)):
         places, ranges = (heads[some], slots[some]), key_ranges[heads[some], 0, :, None]
-        in_slots[0][places] = packed(codes_of(keys[some], ranges[:, 0], ranges[:, 1], layer.bits), layer.bits)
+        in_slots[0][places] = bytes_of(
+            codes_of(keys[some], ranges[:, 0], ranges[:, 1], layer.bits), layer.bits
+        )
         codes, zero, step = encoded(values[some], 2, layer.bits)
-        in_slots[1][places] = packed(codes, layer.bits)
+        in_slots[1][places] = bytes_of(codes, layer.bits)
         in_slots[2][places] = torch.cat([zero, step], 2)
 
 

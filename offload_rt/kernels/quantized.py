@@ -101,7 +101,7 @@ class QuantizedLayer(NamedTuple):
 
     def dequantized(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns keys and values, `[kv_heads, tokens, head_dim]`."""
-        keys, values = (unpacked(codes, self.bits).float() for codes in (self.key_codes, self.value_codes))
+        keys, values = (codes_in(codes, self.bits).float() for codes in (self.key_codes, self.value_codes))
         zero, step = self.key_ranges.float().unbind(2)
         keys = (zero[:, :, None] + step[:, :, None] * keys.unflatten(1, (-1, GROUP))).flatten(1, 2)
         zero, step = self.value_ranges.float().unbind(2)
@@ -169,7 +169,7 @@ def codes_of(x: Tensor, zero: Tensor, step: Tensor, bits: int) -> Tensor:
     return codes.round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
-def packed(codes: Tensor, bits: int) -> Tensor:
+def bytes_of(codes: Tensor, bits: int) -> Tensor:
     """Packs codes `[…, head_dim]` into bytes."""
     if bits == 8:
         return codes
@@ -177,6 +177,6 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     return low | high << 4
 
 
-def unpacked(codes: Tensor, bits: int) -> Tensor:
-    """Undoes `packed`."""
+def codes_in(codes: Tensor, bits: int) -> Tensor:
+    """Undoes `bytes_of`."""
     return codes if bits == 8 else torch.cat([codes & 15, codes >> 4], -1)

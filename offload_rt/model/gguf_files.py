@@ -27,10 +27,10 @@ def refuse_gguf(name: str, *files: Path) -> NoReturn:
     try:
         tensors = [tensor for file in files for tensor in GgufHeader.from_file(str(file)).tensors]
         sizes = sum(one.nbytes for one in tensors), _EXPANDED * sum(prod(one.shape) for one in tensors)
-        packed, expanded = (f"{size / GIB:.1f} GiB of " for size in sizes)
+        stored, expanded = (f"{size / GIB:.1f} GiB of " for size in sizes)
     except Exception:  # a torn file, or a format that the reader does not know: it is refused in any case
-        packed, expanded = "", ""
+        stored, expanded = "", ""
     raise UsageError(
-        f"model {name}: GGUF is not supported: its {packed}weights would be expanded to {expanded}bfloat16;"
+        f"model {name}: GGUF is not supported: its {stored}weights would be expanded to {expanded}bfloat16;"
         " give the folder or hub ID of the checkpoint that it was made from, with --quantize nf4"
     )

@@ -181,9 +181,9 @@ class Predictor:
         processor, quantized = self.processor, shape.quantized
         others = shape.step_parameters - quantized
         if rates := product_rates(processor.products, shape.quantization):
-            packed = quantized / product_rate(rates, rows) / 1e6
+            quantized_ms = quantized / product_rate(rates, rows) / 1e6
             read = processor.read_ms(others * shape.dtype.itemsize)
-            return packed + max(read, processor.compute_ms(2 * rows * others))
+            return quantized_ms + max(read, processor.compute_ms(2 * rows * others))
         reading = processor.read_ms(shape.step_bytes)
         expanding = self._expanding(shape) if rows > FUSED_ROWS else 0.0
         return expanding + max(reading, processor.compute_ms(2 * rows * shape.step_parameters))

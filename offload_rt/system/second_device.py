@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv import Link
-from cpu_kv.mapped import PeerCopies, packed, unpacked
+from cpu_kv.mapped import PeerCopies, joined_bytes, split_bytes
 from cpu_kv.streams import follower
 
 
@@ -59,9 +59,11 @@ class SecondDevice:
         """
         if self.device.type != "cuda":
             return tensors
-        data = packed(tensors) if len(tensors) > 1 else tensors[0]
+        data = joined_bytes(tensors) if len(tensors) > 1 else tensors[0]
         there = self._copies[0].copy(data, torch.cuda.current_stream(self.home), self._stream)
-        return unpacked(there, [(one.shape, one.dtype) for one in tensors]) if len(tensors) > 1 else [there]
+        return (
+            split_bytes(there, [(one.shape, one.dtype) for one in tensors]) if len(tensors) > 1 else [there]
+        )
 
     def start(self, work: Callable[[], Tensor]) -> Future[Tensor]:
         """Starts work in the device's thread, and on its stream."""

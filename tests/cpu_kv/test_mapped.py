@@ -17,9 +17,9 @@ from cpu_kv.mapped import (
     SmallCopies,
     computed_copy,
     device_view,
+    joined_bytes,
     kernels_use_host_pointers,
-    packed,
-    unpacked,
+    split_bytes,
 )
 
 DTYPES = [torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -36,10 +36,10 @@ def engines_used() -> int:
 
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=5))
-def test_packed_tensors_are_unpacked_as_they_were(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
+def test_joined_tensors_are_split_as_they_were(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
     tensors = [values(dtype, *shape) for dtype, shape in kinds]
-    data = packed(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
-    found = unpacked(data, [(tensor.shape, tensor.dtype) for tensor in tensors])
+    data = joined_bytes(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
+    found = split_bytes(data, [(tensor.shape, tensor.dtype) for tensor in tensors])
     assert all(torch.equal(*pair) for pair in zip(found, tensors, strict=True))
 
 
