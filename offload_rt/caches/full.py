@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -21,33 +20,17 @@ from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import DerivedCache, VerifiedTokens
 from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.local import NO_LOCAL_STATE, LocalState
-from offload_rt.caches.local_history import LocalHistory
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.remote import RemoteAttention
 from offload_rt.caches.resident import ResidentTier
-from offload_rt.caches.sizes import MOST_POINTS
+from offload_rt.caches.rewind_points import RewindPoint, RewindPoints
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.caches.tiers import StreamedTier, Tail, TierRange
 from offload_rt.system.device_copies import to_device
-from offload_rt.system.memory import available_memory
 
 
 class PassCancelled(RuntimeError):
     """Raised in a pass that was cancelled because its sequence was."""
-
-
-@dataclass(frozen=True)
-class ReadPoint:
-    """A length that a sequence can return to.
-
-    Attributes:
-        queries: of the last tokens, `[layers, heads, tokens, head_dim]`, where a prefill ended; else None.
-        local: what the local layers kept then, in host memory; None: there are no such layers.
-    """
-
-    length: int
-    queries: Tensor | None
-    local: LocalHistory | None = None
 
 
 class FullCache:
@@ -90,9 +73,9 @@ class FullCache:
         self.scale = layout.head_dim**-0.5
         kinds = self.local.layers.kinds
         self._paged = bool(kinds.full) or not kinds.local
-        self._points: list[ReadPoint] = []  # by length
         self._tail = Tail(layout, engine.link.device)
         self.device = self._tail.buffer.memory.device
+        self._points = RewindPoints(self.local, self.device)
         self._resident = ResidentTier(engine, resident_tokens, packed=packed)
         self._streamed = StreamedTier(engine)
         self._remote = remote
@@ -260,49 +243,23 @@ class FullCache:
     @property
     def last_queries(self) -> Tensor | None:
         """Queries of the last tokens, `[layers, heads, tokens, head_dim]`; None if no prefill read them."""
-        newest = self._points[-1] if self._points else None
-        return newest.queries if newest is not None and newest.length == self.verified_length else None
+        return self._points.queries(self.verified_length)
 
-    def points(self, length: int) -> list[ReadPoint]:
+    def points(self, length: int) -> list[RewindPoint]:
         """Returns the lengths up to `length` that the sequence can return to, in host memory."""
         if self.local.layers.kinds.local and self.verified_length == length > 0:
-            self._add_point(None)
-        return [
-            replace(one, queries=None if one.queries is None else one.queries.cpu())
-            for one in self._points
-            if one.length <= length
-        ]
+            self._points.add(length, None)
+        return self._points.up_to(length)
 
-    def _add_point(self, queries: Tensor | None) -> None:
-        """Adds the present length as one that the sequence can return to."""
-        if self._points and self._points[-1].length == self.verified_length:
-            return
-        local = None
-        if self.local.layers.kinds.local:
-            self.local.compute_states()
-            history = self.local.history
-            while len(self._points) >= MOST_POINTS or (
-                self._points and available_memory() < 2 * history.nbytes
-            ):
-                lengths = [0, *(one.length for one in self._points)]
-                # Whatever is dropped has to be read again from the point before.
-                del self._points[min(range(len(self._points)), key=lambda at: lengths[at + 1] - lengths[at])]
-            local = history.on(torch.device("cpu"))
-        self._points.append(ReadPoint(self.verified_length, queries, local))
-
-    def begin_with(self, points: Sequence[ReadPoint]) -> None:
+    def begin_with(self, points: Sequence[RewindPoint]) -> None:
         """Takes over the tokens that the store has already.
 
         Args:
             points: of the sequence that read them; with local layers, the store's length is one of them.
         """
         length = self.sequence.length
-        self._points = [
-            replace(one, queries=None if one.queries is None else one.queries.to(self.device))
-            for one in points
-            if one.length <= length
-        ]
-        self._return_to_point(length)
+        self._points.take(points, length)
+        self._points.return_to(length)
         self.start_from(length)
         self.load_resident()
 
@@ -317,27 +274,15 @@ class FullCache:
         self.engine.flush()
         length = min(length, self.sequence.length)
         if length != self.local.history.length:
-            length = self._return_to_point(length)
+            length = self._points.return_to(length)
         elif self.local.layers.kinds.local:
             self.local.restart(self.local.history)
         if not self.sequence.ends_at(length):
             self.sequence.truncate(length)
         for tier in (self._resident, *self._remote):
             tier.truncate(length)
-        while self._points and self._points[-1].length > length:
-            self._points.pop()
+        self._points.drop_behind(length)
         self.start_from(length)
-
-    def _return_to_point(self, length: int) -> int:
-        """Returns the local layers to `length`, or to the newest point before it; returns that length.
-
-        What follows the point has to be read again.
-        """
-        if not self.local.layers.kinds.local:
-            return length
-        point = next((one for one in reversed(self._points) if one.length <= length), ReadPoint(0, None))
-        self.local.restart(None if point.local is None else point.local.on(self.local.layers.device))
-        return point.length
 
     def start_read(self) -> None:
         """Starts a prefill behind the tokens that are present; those of the tail are written again."""
@@ -385,7 +330,7 @@ class FullCache:
         self.engine.flush()
         self.local.finish_read(tokens)
         self.start_from(self.sequence.length)
-        self._add_point(torch.stack(list(last_queries)) if last_queries else None)
+        self._points.add(self.verified_length, torch.stack(list(last_queries)) if last_queries else None)
 
     def give_up_read(self) -> None:
         """Ends a prefill that failed: returns to the tokens before it."""

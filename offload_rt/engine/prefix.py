@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cpu_kv import SequenceKV
-from offload_rt.caches.full import ReadPoint
+from offload_rt.caches.rewind_points import RewindPoint
 from offload_rt.model.runner import CausalModel
 from offload_rt.text.tokenize import common_beginning
 
@@ -49,7 +49,7 @@ class KVPrefix:
 
     tokens: list[int]
     kv: SequenceKV
-    points: list[ReadPoint]
+    points: list[RewindPoint]
     target: CausalModel
     lock: threading.RLock
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout, SequenceKV, head_major
-from offload_rt.caches.full import ReadPoint
 from offload_rt.caches.local_history import (
     LocalHistory,
     RecurrentState,
@@ -29,6 +28,7 @@ from offload_rt.caches.local_history import (
     restored_state,
     state_tensors,
 )
+from offload_rt.caches.rewind_points import RewindPoint
 from offload_rt.engine.context_files import KIND, VERSION, ContextFile, Messages
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.prefix import KVPrefix, usable_length, usable_tokens
@@ -117,7 +117,7 @@ def _report(on_progress: Progress, phase: str) -> Callable[[int, int], object]:
     return lambda done, total: None if on_progress is None else on_progress(phase, done, total)
 
 
-def _point_tensors(at: int, point: ReadPoint) -> dict[str, Tensor]:
+def _point_tensors(at: int, point: RewindPoint) -> dict[str, Tensor]:
     """Returns the tensors of a point that the sequence can return to, by their names in the file."""
     tensors = {} if point.queries is None else {f"queries.{at}": point.queries}
     if point.local is not None:
@@ -128,7 +128,7 @@ def _point_tensors(at: int, point: ReadPoint) -> dict[str, Tensor]:
     return tensors
 
 
-def _described(point: ReadPoint) -> dict[str, Any] | None:
+def _described(point: RewindPoint) -> dict[str, Any] | None:
     """Returns what a point is beside its tensors; None: queries alone."""
     if point.local is None:
         return None
@@ -215,7 +215,7 @@ class SavedContext(ContextFile):
             kv.close()
             raise
 
-    def _points(self, target: CausalModel, length: int) -> list[ReadPoint]:
+    def _points(self, target: CausalModel, length: int) -> list[RewindPoint]:
         """Returns the lengths up to `length` that the sequence can return to."""
         points = []
         try:
@@ -227,7 +227,7 @@ class SavedContext(ContextFile):
                     queries = self._file.tensor(f"queries.{at}")
                 if target.kinds.local:
                     local = replace(self._local(target, at, described["states"]), length=end)
-                points.append(ReadPoint(end, queries, local))
+                points.append(RewindPoint(end, queries, local))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             raise CorruptFile("its recurrent states cannot be read") from None
         return points
