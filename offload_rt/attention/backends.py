@@ -130,6 +130,10 @@ class AttentionBackend(ABC):
         )
         return found
 
+    def wants_reference(self, keys: Tensor) -> bool:
+        """Returns whether `add_with_mass` over several pages needs a reference."""
+        return False
+
     def add_quantized(
         self, total: Total | None, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None
     ) -> Total:
@@ -283,6 +287,9 @@ class TorchCudaBackend(_TorchBackend):
     operators = torch.ops.offload_rt
     _mask_alignment = 8  # the efficient kernel reads its bias in rows of this many entries
     _unseen: ClassVar = {torch.float16: -6e4}
+
+    def wants_reference(self, keys: Tensor) -> bool:
+        return isinstance(keys, PackedSide)  # their mass is taken while they are attended
 
     def add(
         self,

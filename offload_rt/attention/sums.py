@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpu_kv.packed import PackedSide
 from offload_rt.attention.backends import AttentionBackend, Total, fold, unfold
 from offload_rt.attention.mass import MassRange, Sample
 from offload_rt.kernels.quantized import QuantizedLayer
@@ -93,7 +92,7 @@ class AttentionSum:
         if self._chunk is None:
             return self.attend(keys, values)
         tracked = self.mass[-1]
-        if tracked.reference is None and isinstance(keys, PackedSide) and len(keys) > 1:
+        if tracked.reference is None and len(keys) > 1 and self._backend.wants_reference(keys):
             # The first page brings a reference; the mass of the others is then taken with their attention.
             self.attend_tracked(keys[:1], values[:1])
             keys, values = keys[1:], values[1:]
