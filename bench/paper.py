@@ -35,7 +35,7 @@ from offload_rt.drafting.levels.sources import DatastoreLevel
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.sequoia import TreePlan
 from offload_rt.model.hub import DEMO
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 
 TEMPERATURES = {0.0: 2.31, 0.2: 2.25, 0.4: 2.20, 0.6: 2.19, 0.8: 2.08, 1.0: 2.08, 1.2: 2.02}
 GAMMA_1 = dict(enumerate((2.30, 2.31, 2.24, 2.17, 2.09, 2.01, 1.92, 1.83), 1))  # with γ2 = 6
@@ -249,7 +249,7 @@ def layers(study: Continued) -> list[Row]:
     by_name = {row["layers"]: row["draft_token_ms"] for row in rows if row["draft"] == "chain@8"}
     attention_ms = max(0.0, by_name["all"] - by_name["skip:1a,2a,3a"]) / 3
     for row, (name, _, draft, depth) in zip(rows, plans, strict=True):
-        plan = LayerPlan.parse(name, study.target.config.num_hidden_layers)
+        plan = LayerOrder.parse(name, study.target.config.num_hidden_layers)
         spared = 0 if plan is None else sum(len(group) - 1 for group in plan.groups)
         width = DraftShape.parse(draft).deep(depth).per_pass  # tokens that a pass drafts
         row["own_devices_ms"] = row["draft_token_ms"] - attention_ms * spared / width

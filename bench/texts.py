@@ -74,7 +74,7 @@ def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool
     The new KV is pending in the cache: commit or drop it.
     """
     forward = verifier.forward(range(-1, len(tokens) - 1), tokens, rows=rows, hidden=hidden)
-    return forward.model.forward([forward.input], forward.plan)[0]
+    return forward.model.forward([forward.input], forward.order)[0]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.split import ModelLayers, SplitCache
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.machine.measuring import CPU
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
@@ -77,7 +77,7 @@ class _Form:
 
     model: CausalModel
     cache: Any
-    plan: LayerPlan
+    plan: LayerOrder
     tokens: int
 
     def logits(self) -> Tensor:
@@ -115,7 +115,7 @@ def measured(module: PreTrainedModel, case: Case, names: Sequence[str] = PLANS) 
 
     Args:
         module: a transformers model.
-        names: plans of groups, see `LayerPlan.parse`.
+        names: plans of groups, see `LayerOrder.parse`.
     """
     on_cpu = module.device.type == "cpu"
     if not on_cpu and torch.cuda.device_count() < 2:
@@ -123,9 +123,9 @@ def measured(module: PreTrainedModel, case: Case, names: Sequence[str] = PLANS) 
     with second_device(module.device) as second, torch_threads(1 if on_cpu else None):
         model = CausalModel(module, "draft")
         whole = _filled(model, case, range(model.layers))
-        alone = _Form(model, whole, LayerPlan.whole(model.layers), case.tokens)
+        alone = _Form(model, whole, LayerOrder.whole(model.layers), case.tokens)
         for name in names:
-            plan = model.layer_plan(name)
+            plan = model.layer_order(name)
             assert plan is not None
             shared = plan.on_two_devices()
             split = _split(model, case, second, shared)
@@ -146,7 +146,7 @@ def measured(module: PreTrainedModel, case: Case, names: Sequence[str] = PLANS) 
         model.restore()
 
 
-def _split(model: CausalModel, case: Case, second: SecondDevice, plan: LayerPlan) -> SplitCache:
+def _split(model: CausalModel, case: Case, second: SecondDevice, plan: LayerOrder) -> SplitCache:
     model.remote_blocks.take(second, remote := sorted(plan.remote))
     home = [layer for layer in range(model.layers) if layer not in plan.remote]
     here = _filled(ModelLayers.of(model, home, None), case, home)

@@ -18,7 +18,7 @@ from cpu_kv import CudaLink, Link, PacedLink
 from offload_rt import LLM, Context, GenerationResult, SamplingParams
 from offload_rt.caches.sizes import Tiers
 from offload_rt.engine.batching import PassThread
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
 
@@ -101,12 +101,12 @@ def pass_running(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def passes_of(
     monkeypatch: pytest.MonkeyPatch, kind: type[Any] = CausalModel
-) -> list[tuple[list[int], LayerPlan | None]]:
+) -> list[tuple[list[int], LayerOrder | None]]:
     """What passes of such models take from here on: new tokens of each sequence, and the order of layers."""
-    passes: list[tuple[list[int], LayerPlan | None]] = []
+    passes: list[tuple[list[int], LayerOrder | None]] = []
     forward = kind.forward
 
-    def noted(model: Any, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
+    def noted(model: Any, parts: Sequence[PassInput], plan: LayerOrder | None = None) -> list[PassOutput]:
         passes.append(([part.new.count for part in parts], plan))
         outputs: list[PassOutput] = forward(model, parts, plan)
         return outputs

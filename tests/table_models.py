@@ -27,7 +27,7 @@ from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.model.draft_head import Head
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.system.second_device import SecondDevice
 
@@ -144,7 +144,7 @@ class FullTokenCache(TokenCache):
 SECOND = SecondDevice(torch.device("cpu"), CpuLink())
 
 
-def cache_by(view: str, plan: LayerPlan | None) -> Any:
+def cache_by(view: str, plan: LayerOrder | None) -> Any:
     """An empty cache: of two parts where a plan is on two devices."""
     if plan is None or not plan.remote:
         return TokenCache(view)
@@ -184,14 +184,14 @@ class TableModel:
             self._rows[key] = torch.tensor([x if x >= least else -1e6 for x in row], dtype=self.dtype)
         return self._rows[key]
 
-    def forward(self, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
+    def forward(self, parts: Sequence[PassInput], plan: LayerOrder | None = None) -> list[PassOutput]:
         outputs = []
         for part in parts:
             logits = self._part(part, plan)
             outputs.append(PassOutput(logits, logits.clamp(min=-3.0) if part.hidden else None))
         return outputs
 
-    def _part(self, part: PassInput, plan: LayerPlan | None) -> Tensor:
+    def _part(self, part: PassInput, plan: LayerOrder | None) -> Tensor:
         new, parts = part.new, parts_of(part.cache)
         tokens = [*new.known, *([] if new.drawn is None else new.drawn.on(self.device).tolist())]
         assert len(tokens) == new.count
@@ -279,7 +279,7 @@ def target_over(
     view: str,
     below: Level = nothing,
     shape: DraftShape = CHAIN,
-    *plans: LayerPlan | None,
+    *plans: LayerOrder | None,
 ) -> Level:
     """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
 
@@ -291,7 +291,7 @@ def target_over(
     return level
 
 
-def small_model(*plans: LayerPlan) -> Level:
+def small_model(*plans: LayerOrder) -> Level:
     """The small model over a cache of its own."""
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:

@@ -17,7 +17,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.engine.controller import RoundTimes
 from offload_rt.engine.results import GenerationResult
 from offload_rt.errors import UsageError
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 
 PARAMS = SamplingParams(max_tokens=16)
 DEPTH = 3
@@ -177,8 +177,8 @@ def test_orders_of_layers_yield_the_tokens_of_plain_decoding(
     result, _ = run(deep, deep_draft, chosen, link)
     assert result.tokens == deep_tokens
     assert all(level.proposed for level in result.levels[:-1])
-    plan, plans = LayerPlan.parse(layers, 5), {plan for _, plan in passes}
-    assert plan is not None and plans == {None, plan} | ({LayerPlan.whole(5)} if calibrate else set())
+    plan, plans = LayerOrder.parse(layers, 5), {plan for _, plan in passes}
+    assert plan is not None and plans == {None, plan} | ({LayerOrder.whole(5)} if calibrate else set())
 
 
 @pytest.mark.parametrize("shape", ["chain", "grown:12"])
@@ -188,7 +188,7 @@ def test_each_token_is_calibrated_once(
     passes = passes_of(monkeypatch)
     table = {"model": "draft", "cache": "streaming", "layers": "groups:2", "draft": shape}
     result, _ = run(deep, deep_draft, [table])
-    calibrated = [sum(counts) for counts, plan in passes if plan == LayerPlan.whole(5)]
+    calibrated = [sum(counts) for counts, plan in passes if plan == LayerOrder.whole(5)]
     read = len(PROMPT) - 1  # the prompt goes through all layers in turn, too
     while read > 0:
         read -= calibrated.pop(0)

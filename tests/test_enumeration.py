@@ -33,7 +33,7 @@ from offload_rt.drafting.merged import MergedDrafter, PreferredDrafter
 from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine.batching import run_alone
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.sampling.sampler import Draws, Sampler
 
 TOLERANCE = 1e-6
@@ -56,10 +56,10 @@ PENALTIES = {
     ),
 }
 BRIEF = {name: SAMPLERS[name] for name in ("greedy", "T=1")}
-GROUPS = LayerPlan(((0,), (1, 2), (3,)))
-WHOLE = LayerPlan.whole(4)
-PAIRS = LayerPlan(((0,), (1, 2), (3,), (4,))).on_two_devices()
-TRIPLES = LayerPlan(((0,), (1, 2, 3), (4,))).on_two_devices()
+GROUPS = LayerOrder(((0,), (1, 2), (3,)))
+WHOLE = LayerOrder.whole(4)
+PAIRS = LayerOrder(((0,), (1, 2), (3,), (4,))).on_two_devices()
+TRIPLES = LayerOrder(((0,), (1, 2, 3), (4,))).on_two_devices()
 
 
 # ------------------------------------------------------------------------------------- compositions
@@ -74,7 +74,7 @@ def tree(text: str, depth: int) -> DraftShape:
     return DraftShape.parse(text).deep(depth)
 
 
-def retrieved(below: Level = nothing, shape: DraftShape = CHAIN, *plans: LayerPlan | None) -> Level:
+def retrieved(below: Level = nothing, shape: DraftShape = CHAIN, *plans: LayerOrder | None) -> Level:
     return target_over("retrieved", below, shape, *plans)
 
 
@@ -163,7 +163,7 @@ PLANS: dict[str, Build] = {
         retrieved(nothing, CHAIN, TRIPLES, TRIPLES.in_turn()),
         THREE,
     ),
-    "retrieval without layers": (retrieved(nothing, CHAIN, LayerPlan.parse("skip:1,2a", 4)), THREE),
+    "retrieval without layers": (retrieved(nothing, CHAIN, LayerOrder.parse("skip:1,2a", 4)), THREE),
 }
 
 

@@ -30,7 +30,7 @@ from offload_rt.caches.streaming import StreamingCache
 from offload_rt.engine.batching import PassThread
 from offload_rt.kernels.sizes import GROUP, MASKED_PAGE, QuantizedSize
 from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
 from offload_rt.sampling.tokens import Tokens
@@ -87,7 +87,7 @@ class Walk:
         *,
         on_device: int = 0,
         rows: int = 0,
-        plan: LayerPlan | None = None,
+        plan: LayerOrder | None = None,
     ) -> Tensor:
         """Logits of new tokens; the last `on_device` of them are given on the device alone.
 
@@ -215,7 +215,7 @@ def test_a_replay_computes_what_the_pass_would(arch: str, steps: list[Step]) -> 
     model.RARE = 0
     plans = [None] * 3
     if arch in ("llama-gqa", "qwen3"):
-        plans[1:] = (model.layer_plan(text) for text in ("skip:1", "skip:0m"))
+        plans[1:] = (model.layer_order(text) for text in ("skip:1", "skip:0m"))
     results: list[tuple[Tensor, Tensor]] = []
     spare = KVBuffer(torch.empty_like(graphed.cache.kv))
     text, at = byte_ids(2000), 0
@@ -298,7 +298,7 @@ def test_every_shape_has_one_graph_whatever_its_tree_and_each_buffer_its_own() -
     assert (capture.captured, capture.replayed) == (1, 4 - GraphedModel.RARE)
     replays(graphed, byte_ids(2), GraphedModel.RARE + 1)
     for _ in range(GraphedModel.RARE + 1):
-        graphed.run(byte_ids(3), plan=model.layer_plan("skip:1"))
+        graphed.run(byte_ids(3), plan=model.layer_order("skip:1"))
     assert (capture.captured, capture.replayed) == (3, 4)
     first = graphed.cache.buffer
     graphed.cache.buffer = KVBuffer(first.kv.clone())

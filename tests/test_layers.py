@@ -15,7 +15,7 @@ from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
 from offload_rt.model.config_shapes import shape_of
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
 
@@ -38,7 +38,7 @@ LAYERS = 6
 def test_groups_are_aligned_between_the_first_and_the_last_layer(
     text: str, layers: int, groups: list[list[int]]
 ) -> None:
-    plan = LayerPlan.parse(text, layers)
+    plan = LayerOrder.parse(text, layers)
     assert plan is not None
     assert [list(group) for group in plan.groups] == groups
     assert sum(plan.groups, ()) == tuple(range(layers))
@@ -46,12 +46,12 @@ def test_groups_are_aligned_between_the_first_and_the_last_layer(
 
 
 def test_what_is_skipped() -> None:
-    plan = LayerPlan.parse("skip:5, 7a,9m,5", 12)
+    plan = LayerOrder.parse("skip:5, 7a,9m,5", 12)
     assert plan is not None
     assert (plan.no_attention, plan.no_mlp) == ({5, 7}, {5, 9})
-    assert plan.groups == LayerPlan.whole(12).groups
+    assert plan.groups == LayerOrder.whole(12).groups
     assert [layer for layer in range(12) if not plan.exact(layer)] == [5, 7, 9]
-    assert LayerPlan.parse("all", 12) is None
+    assert LayerOrder.parse("all", 12) is None
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_is_skipped() -> None:
 )
 def test_what_is_no_order_of_layers(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        LayerPlan.parse(text, 4)
+        LayerOrder.parse(text, 4)
     assert str(caught.value).startswith(f"layers {text!r}: ")
 
 
@@ -96,7 +96,7 @@ def cached_logits(model: CausalModel, tokens: Sequence[int], text: str) -> Tenso
         window=len(tokens),
         backend=TorchCpuBackend(),
     )
-    plan, found = model.layer_plan(text), []
+    plan, found = model.layer_order(text), []
     for start in range(0, len(tokens), 7):
         part = tokens[start : start + 7]
         parents = range(start - 1, start + len(part) - 1)
@@ -195,9 +195,9 @@ def test_a_skipped_block_adds_nothing(
 )
 def test_layers_that_are_not_two_blocks_are_refused(arch: str, message: str) -> None:
     model = CausalModel(tiny_target(arch, layers=3), arch)
-    assert model.layer_plan("all") is None
+    assert model.layer_order("all") is None
     with pytest.raises(UsageError, match=message):
-        model.layer_plan("groups:2")
+        model.layer_order("groups:2")
 
 
 def test_blocks_that_are_left_out_cost_nothing() -> None:
@@ -205,7 +205,8 @@ def test_blocks_that_are_left_out_cost_nothing() -> None:
         shape_of(tiny_target("llama", layers=layers), None, "tiny") for layers in (LAYERS, LAYERS // 2)
     )
     plans = {
-        text: LayerPlan.parse(text, LAYERS) or LayerPlan.whole(LAYERS) for text in ("groups:2", "skip:1,3,4")
+        text: LayerOrder.parse(text, LAYERS) or LayerOrder.whole(LAYERS)
+        for text in ("groups:2", "skip:1,3,4")
     }
     assert whole.running(plans["groups:2"]) == whole
     halved = whole.running(plans["skip:1,3,4"])

@@ -26,7 +26,7 @@ from offload_rt.drafting.levels.configs import load_config
 from offload_rt.errors import UsageError
 from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.layer_kinds import Recurrence
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import PlanRequest, allowed_drafts, gpu_memory, host_memory
@@ -146,7 +146,7 @@ def test_a_state_of_unknown_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_plan_that_skips_layers_leaves_out_what_they_keep() -> None:
-    plan = LayerPlan.parse("skip:0,3a,4m", QWEN.layers)
+    plan = LayerOrder.parse("skip:0,3a,4m", QWEN.layers)
     assert plan is not None
     fewer = QWEN.running(plan)
     assert (fewer.layers, fewer.paged_layers, len(fewer.kinds.recurrent)) == (30, 7, 23)
@@ -273,7 +273,7 @@ def test_drafts_over_full_kv_or_retrieved_kv_concern_full_layers() -> None:
     attending = PACKED_ATTENTION * 30_000 * QWEN.token_bytes / CPU_RATE / 0.8 / 1e6 + 8 * 0.15
     assert rates.host_attention_ms(30_000, 1) == pytest.approx(attending)
     (level,) = rates.request.levels
-    running = QWEN.running(LayerPlan.parse("skip:0,3", 32) or LayerPlan.whole(32))
+    running = QWEN.running(LayerOrder.parse("skip:0,3", 32) or LayerOrder.whole(32))
     alone = rates.step(running, 1).busy_ms
     assert level.step(rates, 1).busy_ms == pytest.approx(alone + attending * 7 / 8)
     # Chunks of full layers alone are chosen.

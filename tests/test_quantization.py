@@ -242,7 +242,7 @@ def test_heads_layer_plans_and_remote_blocks(folders: dict[str, Path], quantize:
     save_head(random_head(128, 96, seed=1), runner, head)
     (remote,) = runner.remote_mlps
     assert remote.weight_bytes == stored_bytes(model.model.layers[1].mlp) < 3 * 128 * 256 * 2
-    skipped = runner.layer_plan("skip:0m,1a")
+    skipped = runner.layer_order("skip:0m,1a")
     assert skipped is not None
     left_out = stored_bytes(model.model.layers[0].mlp) + stored_bytes(model.model.layers[1].self_attn)
     assert runner.left_out_bytes(skipped) == left_out

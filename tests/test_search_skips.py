@@ -19,7 +19,7 @@ from offload_rt.commands.search_skips import PLAIN, ROUNDS, finalists, search
 from offload_rt.config.files import config_names, to_toml
 from offload_rt.config.schema import Config
 from offload_rt.drafting.levels.configs import load_config
-from offload_rt.model.layer_plan import EXACT, LayerPlan, blocks_of, skipping
+from offload_rt.model.layer_order import EXACT, LayerOrder, blocks_of, skipping
 
 LAYERS = 3
 GAIN = {"0a": -0.2, "0m": -0.05, "1a": 0.1, "1m": 0.04, "2a": 0.06, "2m": -0.01}
@@ -30,7 +30,7 @@ PATH = [EXACT, "skip:1a", BEST]
 
 def speed(layers: str) -> float:
     """Returns a declared speed: 1a and 2a gain each and lose together."""
-    plan = LayerPlan.parse(layers, LAYERS)
+    plan = LayerOrder.parse(layers, LAYERS)
     if plan is None:
         return 1.0
     blocks = {*(f"{layer}a" for layer in plan.no_attention), *(f"{layer}m" for layer in plan.no_mlp)}
@@ -71,7 +71,7 @@ def test_a_step_measures_only_what_may_gain_most() -> None:
 @pytest.mark.parametrize(("layers", "last"), [(1, "skip:0m"), (2, "skip:0,1m"), (3, "skip:0,1,2m")])
 def test_some_attention_is_always_left(layers: int, last: str) -> None:
     def rate(plan: str, seed: int) -> float:
-        skipped = LayerPlan.parse(plan, layers)  # refuses a plan without attention
+        skipped = LayerOrder.parse(plan, layers)  # refuses a plan without attention
         return 1.0 if skipped is None else 2.0 + len(skipped.no_attention) + len(skipped.no_mlp)
 
     *_, plans = search(layers, rate, count())
@@ -88,7 +88,7 @@ def test_what_is_skipped_is_written_as_it_is_read() -> None:
     assert skipping([]) == EXACT
     assert skipping(["10m", "2a", "10a", "3m"]) == "skip:2a,3m,10"
     for plan in every_plan()[1:]:
-        read = LayerPlan.parse(plan, LAYERS)
+        read = LayerOrder.parse(plan, LAYERS)
         assert read is not None
         blocks = [f"{layer}a" for layer in read.no_attention] + [f"{layer}m" for layer in read.no_mlp]
         assert skipping(blocks) == plan

@@ -25,7 +25,7 @@ from offload_rt.drafting.levels.configs import load_config
 from offload_rt.drafting.model_drafter import SmallModelDrafter
 from offload_rt.errors import UsageError
 from offload_rt.model.cuda_graphs import GraphedModel
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel, NotANumber
@@ -61,24 +61,24 @@ def second() -> Iterator[SecondDevice]:
 def test_the_second_device_has_the_last_layers_of_a_group(
     size: int, remote: list[int], exchanges: int
 ) -> None:
-    plan = LayerPlan.parse(f"groups:{size}", LAYERS)
+    plan = LayerOrder.parse(f"groups:{size}", LAYERS)
     assert plan is not None and plan.exchanges == 0
     shared = plan.on_two_devices()
     assert sorted(shared.remote) == remote and shared.exchanges == exchanges
     assert shared.groups == plan.groups and not {0, LAYERS - 1} & shared.remote
     calibrating = shared.in_turn()
-    assert calibrating.groups == LayerPlan.whole(LAYERS).groups and calibrating.remote == shared.remote
+    assert calibrating.groups == LayerOrder.whole(LAYERS).groups and calibrating.remote == shared.remote
     assert calibrating.exchanges == len(remote)
-    assert LayerPlan.whole(LAYERS).on_two_devices() == LayerPlan.whole(LAYERS)
+    assert LayerOrder.whole(LAYERS).on_two_devices() == LayerOrder.whole(LAYERS)
 
 
 @pytest.fixture
-def drafted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LayerPlan, Tensor]]:
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LayerOrder, Tensor]]:
     """Plans of all passes in groups from here on, and their logits."""
-    passes: list[tuple[LayerPlan, Tensor]] = []
+    passes: list[tuple[LayerOrder, Tensor]] = []
     forward = CausalModel.forward
 
-    def noted(model: Any, parts: Any, plan: LayerPlan | None = None) -> Any:
+    def noted(model: Any, parts: Any, plan: LayerOrder | None = None) -> Any:
         outputs = forward(model, parts, plan)
         passes.extend((plan, one.logits) for one in outputs if plan is not None)
         return outputs
@@ -136,7 +136,7 @@ def test_two_devices_write_what_one_does(
     size: int,
     draft: str,
     packed: bool,
-    drafted: list[tuple[LayerPlan, Tensor]],
+    drafted: list[tuple[LayerOrder, Tensor]],
     stray: list[Piece],
 ) -> None:
     level: dict[str, Any] = {
@@ -162,7 +162,7 @@ def test_two_devices_write_what_one_does(
     assert exchanges == sum(plan.exchanges for plan, _ in drafted) >= len(drafted)
 
 
-def split_cache(model: CausalModel, second: SecondDevice, plan: LayerPlan, window: int) -> SplitCache:
+def split_cache(model: CausalModel, second: SecondDevice, plan: LayerOrder, window: int) -> SplitCache:
     """An empty streaming cache on two devices."""
     model.remote_blocks.take(second, sorted(plan.remote))
     parts = []
@@ -178,7 +178,7 @@ def whole_cache(model: Any, window: int) -> StreamingCache:
     return StreamingCache(model.kv_layout(), frequencies, sinks=0, window=window, backend=TorchCpuBackend())
 
 
-def logits_of(model: CausalModel, cache: Any, tokens: list[int], plan: LayerPlan | None) -> Tensor:
+def logits_of(model: CausalModel, cache: Any, tokens: list[int], plan: LayerOrder | None) -> Tensor:
     """Of all tokens, in passes of a few."""
     found = []
     for start in range(0, len(tokens), 5):
@@ -195,7 +195,7 @@ def test_a_pass_on_two_devices_computes_the_same(
     deep: PreTrainedModel, second: SecondDevice, size: int
 ) -> None:
     model, tokens = CausalModel(deep, "tiny"), byte_ids(20)
-    plan = model.layer_plan(f"groups:{size}")
+    plan = model.layer_order(f"groups:{size}")
     assert plan is not None
     shared = plan.on_two_devices()
     cache = split_cache(model, second, shared, len(tokens))
@@ -230,7 +230,7 @@ def test_kv_is_exact_on_both_devices_after_calibration(deep: PreTrainedModel, sm
 def test_the_layer_of_a_nan_is_found_on_either_device(deep: PreTrainedModel, second: SecondDevice) -> None:
     broken = copy.deepcopy(deep)
     model = CausalModel(broken, "tiny")
-    plan = LayerPlan.parse("groups:2", LAYERS)
+    plan = LayerOrder.parse("groups:2", LAYERS)
     assert plan is not None
     shared = plan.on_two_devices()
     cache = split_cache(model, second, shared, 20)

@@ -1,7 +1,7 @@
 """`offload-rt search-skips`: finds the blocks to skip while the target drafts for itself.
 
 Draft & Verify (arXiv 2309.08168) finds them by Bayesian optimisation; this search adds them greedily. The
-speed of a machine drifts with heat and other work, so each layer plan is timed right after the one that it
+speed of a machine drifts with heat and other work, so each layer order is timed right after the one that it
 would replace, and at the end the best plans are timed in turn.
 """
 
@@ -27,7 +27,7 @@ from offload_rt.config.files import to_toml
 from offload_rt.config.schema import AUTO, Config
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.errors import UsageError
-from offload_rt.model.layer_plan import EXACT, blocks_of, skipping
+from offload_rt.model.layer_order import EXACT, blocks_of, skipping
 from offload_rt.system.files import check_new, write_whole
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from offload_rt.sampling.params import SamplingParams
 
 PLAIN = "plain"
-"""Stands for decoding without drafts, where a layer plan is expected."""
+"""Stands for decoding without drafts, where a layer order is expected."""
 Rate = Callable[[str, int], float]
-"""Returns tokens per second with a layer plan and the seed of a sample."""
+"""Returns tokens per second with a layer order and the seed of a sample."""
 FINALISTS = 3
 ROUNDS = 5
 """Times that each finalist is timed."""
@@ -141,7 +141,7 @@ def _checked(arguments: argparse.Namespace) -> Config:
 
 
 def with_layers(base: Config, layers: str) -> Config:
-    """Returns `base` with another layer plan in its last level."""
+    """Returns `base` with another layer order in its last level."""
     *below, last = base.speculation.levels
     return base.having("speculation.levels", (*below, replace(last, layers=layers)))
 
@@ -154,7 +154,7 @@ def rate(
     layers: str,
     seed: int,
 ) -> float:
-    """Continues the sample text with a layer plan, or `PLAIN`; returns tokens per second."""
+    """Continues the sample text with a layer order, or `PLAIN`; returns tokens per second."""
     config, overrides = PLAIN, dict[str, object]()
     if layers != PLAIN:
         levels = with_layers(base, layers).speculation.levels

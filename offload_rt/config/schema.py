@@ -119,7 +119,7 @@ class LevelConfig:
     # `datastore`.
     model: str
     cache: str = ""  # `streaming`, `retrieved` or `shared` (the full one); none for a head or a look-up
-    layers: str = "all"  # that it runs, and in which order: `all`, `groups:N[@F]`, `skip:5,7a` (`LayerPlan`)
+    layers: str = "all"  # that it runs, and in which order: `all`, `groups:N[@F]`, `skip:5,7a` (`LayerOrder`)
     calibrate: bool = True  # the newest verified tokens still go through all layers
     # Shape of its drafts: `chain`, `sequences:K`, `tree:W,W,...`, `sequoia:N`, `grown:N` or `auto`
     # (`DraftShape`).

@@ -78,7 +78,7 @@ class Growth(Proposal, ABC):
         held = self._verifier.cache.speculative
         known, lost = ([], []) if self._changes == held.changes else self._find()
         newest = self._levels[-1] if self._levels else None
-        if known and newest is not None and self._verifier.first_plan is not None:  # for the sequence alone
+        if known and newest is not None and self._verifier.first_order is not None:  # for the sequence alone
             yield from self._pass(range(len(held) - 1, len(held) + len(known) - 1), known, first=True)
             known = []
         start, behind = len(held), len(held) + len(known)

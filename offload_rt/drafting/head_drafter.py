@@ -20,7 +20,7 @@ from offload_rt.drafting.base import DraftAhead, Drafter, HiddenState, Outcome, 
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.model.draft_head import DEMO_HEAD, Head, load_head
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel, NotANumber
 from offload_rt.system.device_copies import joined, to_device
@@ -76,7 +76,7 @@ class HeadModel:
         self.dtype = target.dtype
 
     @torch.inference_mode()
-    def forward(self, parts: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
+    def forward(self, parts: Sequence[PassInput], order: LayerOrder | None = None) -> list[PassOutput]:
         """Runs new tokens of several sequences, one generation of the trees after another."""
         caches = [cast(HeadStates, part.cache) for part in parts]
         embedded = self.target.embed(joined([part.ids(self.device) for part in parts]))[0]

@@ -94,7 +94,7 @@ class SmallModelDrafter(ModelDrafter):
         self.roll_back(view)
         # What follows the sequence that was known then was drafted in another order of layers: it is
         # forgotten.
-        final = len(view) if self.first_plan is None else self._known
+        final = len(view) if self.first_order is None else self._known
         self.cache.keep(range(min(len(self.cache.speculative), final - self.cache.verified_length)))
         self.cache.settle()
         self._known = len(view)

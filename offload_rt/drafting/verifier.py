@@ -13,7 +13,7 @@ from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.drafting.base import Drafter, Round, TokenView
 from offload_rt.drafting.logits import Grammar, LogitsProcessor
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.work import Forward, LevelStats, Model, Read, Work
 from offload_rt.sampling.rejection import Draft, Verdict, verify, verify_greedy
@@ -83,9 +83,9 @@ class Verifier:
 
     Attributes:
         name: of the level.
-        plan: order of layers; None: as the model runs them.
-        first_plan: order of layers of a draft's first pass, over the newest verified tokens: all layers in
-            turn calibrate a verifier whose own plan is rougher (EasySpec's bonus calibration); None: `plan`.
+        order: order of layers; None: as the model runs them.
+        first_order: order of layers of a draft's first pass, over the newest verified tokens: all layers in
+            turn calibrate a verifier with a rougher order (EasySpec's bonus calibration); None: `order`.
         rule: accepts and rejects drafted tokens. Any other than `lossless` changes the output; benchmarks
             hold the acceptance rate of random weights with one.
     """
@@ -95,8 +95,8 @@ class Verifier:
     cache: Cache
     drafter: Drafter
     sampling: Sampling
-    plan: LayerPlan | None = None
-    first_plan: LayerPlan | None = None
+    order: LayerOrder | None = None
+    first_order: LayerOrder | None = None
     rule: AcceptanceRule = field(default=lossless, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -146,9 +146,9 @@ class Verifier:
             first: in the order of layers of a draft's first pass.
         """
         new = NewTokens.below(self.cache.speculative, parents, known, drawn)
-        plan = self.first_plan if first and self.first_plan else self.plan
+        order = self.first_order if first and self.first_order else self.order
         self.stats.passes += 1
-        return Forward(self.model, PassInput(self.cache, new, rows, hidden), plan, self.stats)
+        return Forward(self.model, PassInput(self.cache, new, rows, hidden), order, self.stats)
 
     def verdict(self, view: TokenView, draft: Draft, part: PassInput, output: PassOutput) -> Work[Round]:
         """Accepts or rejects `draft`, below `view` and the last tokens of `part`, and commits its KV.

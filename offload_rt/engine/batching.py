@@ -19,7 +19,7 @@ import torch
 from cpu_kv import CopyFailed
 from cpu_kv.streams import device_streams
 from offload_rt.caches.full import FullCache
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.work import (
     AwaitPass,
     BackgroundPass,
@@ -157,10 +157,10 @@ class BatchRunner(Generic[T]):
                 self._asked[number] = request
 
     def _forward(self, asked: dict[int, Forward]) -> None:
-        for model, plan, group in _by_model(asked):
+        for model, order, group in _by_model(asked):
             started = clock.now()
             try:
-                outputs = model.forward([request.input for request in group.values()], plan)
+                outputs = model.forward([request.input for request in group.values()], order)
             except Exception as error:
                 self._answer(dict.fromkeys(group, error))
                 continue
@@ -193,9 +193,9 @@ class BatchRunner(Generic[T]):
 
         def forward() -> Outputs:
             outputs: Outputs = {}
-            for model, plan, group in _by_model(forwards):
+            for model, order, group in _by_model(forwards):
                 inputs = [request.input for request in group.values()]
-                outputs |= zip(group, model.forward(inputs, plan), strict=True)
+                outputs |= zip(group, model.forward(inputs, order), strict=True)
             return outputs
 
         started, passed = clock.now(), Future[Passed]()
@@ -221,10 +221,10 @@ class BatchRunner(Generic[T]):
 
 def _by_model(
     asked: dict[int, Forward],
-) -> Iterator[tuple[Model, LayerPlan | None, dict[int, Forward]]]:
+) -> Iterator[tuple[Model, LayerOrder | None, dict[int, Forward]]]:
     """Yields the requests that share a pass: of one model, in one order of layers."""
-    for model, plan in dict.fromkeys((request.model, request.plan) for request in asked.values()):
-        yield model, plan, {n: one for n, one in asked.items() if one.model is model and one.plan == plan}
+    for model, order in dict.fromkeys((request.model, request.order) for request in asked.values()):
+        yield model, order, {n: one for n, one in asked.items() if one.model is model and one.order == order}
 
 
 def run_alone(work: Work[T]) -> T:

@@ -35,7 +35,7 @@ from offload_rt.caches.bounded import (
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.model.architecture import Rotary
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
 from offload_rt.system.device_copies import to_device
@@ -98,7 +98,7 @@ class CudaCapture:
 
 _INVALID: list[torch.cuda.CUDAGraph] = []
 
-_Key = tuple[int, LayerPlan | None, Rotary]
+_Key = tuple[int, LayerOrder | None, Rotary]
 """Number of new tokens, order of layers, and rotary frequencies."""
 
 
@@ -119,13 +119,13 @@ def recorded(
     Args:
         numbers: ids, positions, and `BoundedCache.graph_inputs` of a pass, int64 on the device.
     """
-    count, plan, _ = key
+    count, order, _ = key
     inputs = numbers.clone()
     ids, positions, cache_inputs = inputs.tensor_split([count, 2 * count])
 
     def step() -> tuple[Tensor, Tensor]:
         attention = fixed_shape_attention(buffer, backend, count, cache_inputs)
-        hidden = model.compute(attention, ids, positions, plan, range(count))
+        hidden = model.compute(attention, ids, positions, order, range(count))
         return model.logits(hidden), hidden[0]
 
     replay, (logits, hidden) = capture(step)
@@ -197,33 +197,33 @@ class GraphedModel(CausalModel):
             super()._use_native_layers()
 
     @torch.inference_mode()
-    def forward(self, inputs: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
+    def forward(self, inputs: Sequence[PassInput], order: LayerOrder | None = None) -> list[PassOutput]:
         one, cache = inputs[0], inputs[0].cache
         fits = len(cache.speculative) + one.new.count <= MAX_RECORDED_SPECULATION
         alone = len(inputs) == 1 and one.new.count <= self.LONGEST and fits
         if self._capture is None or not alone or not isinstance(cache, BoundedCache) or not cache.recordable:
-            return super().forward(inputs, plan)
+            return super().forward(inputs, order)
         cache.begin(one.new)
         numbers = to_device([*one.positions, *cache.graph_inputs(one.new)], self.device)
         numbers = torch.cat([one.ids(self.device), numbers])
         known = self._of_buffer.setdefault(cache.buffer, _BufferGraphs())
-        key = (one.new.count, plan, self._rotary)
+        key = (one.new.count, order, self._rotary)
         known.seen[key] += 1
         if key in known.graphs or (known.seen[key] > self.RARE and not self.pass_running()):
             graph = self._graph(cache.buffer, cache.backend, key, numbers)
             if graph is not None:
                 return [graph(numbers, one)]
-        return super().forward(inputs, plan)
+        return super().forward(inputs, order)
 
     @torch.inference_mode()
-    def prepare(self, cache: BoundedCache, counts: Iterable[int], plan: LayerPlan | None) -> None:
+    def prepare(self, cache: BoundedCache, counts: Iterable[int], order: LayerOrder | None) -> None:
         for count in counts if self._capture is not None and cache.recordable else ():
             if count <= self.LONGEST:
                 numbers = to_device(
                     [0] * (2 * count + CACHE_INPUTS) + NewTokens.chain(count).words(MASK_WORDS), self.device
                 )
                 for buffer in cache.buffers:
-                    self._graph(buffer, cache.backend, (count, plan, self._rotary), numbers)
+                    self._graph(buffer, cache.backend, (count, order, self._rotary), numbers)
                     buffer.clear()
 
     def _graph(self, buffer: KVBuffer, backend: AttentionBackend, key: _Key, numbers: Tensor) -> Pass | None:

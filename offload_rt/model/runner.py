@@ -1,7 +1,7 @@
 """Runs a transformers model over our caches.
 
 The runner takes hidden states through the model's own modules (embedding, rotary embedding, decoder layers,
-norm, head) by a layer plan. Tokens of several sequences are concatenated without padding: they share the
+norm, head) by a layer order. Tokens of several sequences are concatenated without padding: they share the
 reading of the weights, and each sequence has attention of its own.
 """
 
@@ -42,7 +42,7 @@ from offload_rt.model.attention_hook import (
 from offload_rt.model.dense_layers import computes_the_same, dense_head, dense_layer
 from offload_rt.model.host_embedding import host_bytes
 from offload_rt.model.layer_kinds import layer_kinds
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
 from offload_rt.model.quantized_weights import stored_bytes
 from offload_rt.model.recurrence import missing_kernels
@@ -67,7 +67,7 @@ class CausalModel:
         kinds: what each decoder layer keeps of a sequence.
         local_layers: the layers among them that keep something else than the KV of the whole sequence.
         missing_kernels: packages without which recurrent layers are slow on a GPU.
-        remote_blocks: attention blocks that a second device runs, in passes by a plan on two devices.
+        remote_blocks: attention blocks that a second device runs, in passes by an order on two devices.
 
     Raises:
         UsageError: the architecture is not supported; names what is not.
@@ -100,7 +100,7 @@ class CausalModel:
         self._further = further_arguments(self._blocks[0])
         self._head: Any = self._own_head
         self.remote_blocks = RemoteBlocks(self._blocks)
-        self._in_turn = LayerPlan.whole(self.layers)
+        self._in_turn = LayerOrder.whole(self.layers)
         self._rotary = Rotary(rotary_embedding(self._body))
         self._long_context: Self | None = None
         open_model(model)
@@ -131,10 +131,10 @@ class CausalModel:
         """MLP blocks whose weights are on another GPU."""
         return [module for module in self.module.modules() if isinstance(module, RemoteMlp)]
 
-    def left_out_bytes(self, plan: LayerPlan) -> int:
-        """Returns the bytes of weights in the blocks that `plan` leaves out."""
-        left_out = [self._blocks[layer].self_attn for layer in plan.no_attention]
-        left_out += [self._blocks[layer].mlp for layer in plan.no_mlp]
+    def left_out_bytes(self, order: LayerOrder) -> int:
+        """Returns the bytes of weights in the blocks that `order` leaves out."""
+        left_out = [self._blocks[layer].self_attn for layer in order.no_attention]
+        left_out += [self._blocks[layer].mlp for layer in order.no_mlp]
         return sum(map(stored_bytes, left_out))
 
     def kv_layout(self, page_size: int = 1) -> KVLayout:
@@ -193,12 +193,12 @@ class CausalModel:
         remote: frozenset[int] = frozenset(),
     ) -> Tensor:
         """Runs hidden states `[1, tokens, hidden_size]` through one decoder layer."""
-        plan = LayerPlan(((layer,),), remote=remote & {layer})
-        return self._run(plan, hidden, positions, attention_pass)
+        order = LayerOrder(((layer,),), remote=remote & {layer})
+        return self._run(order, hidden, positions, attention_pass)
 
     def _run(
         self,
-        plan: LayerPlan,
+        order: LayerOrder,
         hidden: Tensor,
         positions: Tensor,
         attention_pass: AttentionPass,
@@ -218,18 +218,18 @@ class CausalModel:
         rotations: dict[str, tuple[Tensor, Tensor] | None] = {}
         if (found := self.module.config._attn_implementation) != ATTENTION_NAME:
             raise UsageError(f"{self.name}: its attention was changed to {found!r} while it is in use")
-        remote = self.remote_blocks.begin(arguments) if plan.remote else None
-        for group in plan.groups:
+        remote = self.remote_blocks.begin(arguments) if order.remote else None
+        for group in order.groups:
             rope = self.kinds.kinds[group[0]].rope
             if rope not in rotations:
                 rotations[rope] = self._rotary(hidden, position_ids, rope)
             arguments["position_embeddings"] = rotations[rope]
-            alone = len(group) == 1 and plan.exact(group[0]) and group[0] not in plan.remote
+            alone = len(group) == 1 and order.exact(group[0]) and group[0] not in order.remote
             if alone and not by_blocks:
                 hidden = self._steps[group[0]](hidden, **arguments)
                 hidden = hidden[0] if isinstance(hidden, tuple) else hidden
             else:
-                hidden = self._run_group(group, hidden, arguments, plan, remote)
+                hidden = self._run_group(group, hidden, arguments, order, remote)
         return hidden
 
     def _run_group(
@@ -237,15 +237,15 @@ class CausalModel:
         group: tuple[int, ...],
         hidden: Tensor,
         arguments: dict[str, Any],
-        plan: LayerPlan,
+        order: LayerOrder,
         remote: RemotePass | None,
     ) -> Tensor:
         """Runs the attention blocks of a group over its input, then its MLP blocks in order."""
         attended: dict[int, Tensor] = {}
-        there = [layer for layer in group if layer in plan.remote]
+        there = [layer for layer in group if layer in order.remote]
         finish = None if remote is None or not there else remote.start(there, hidden)
         for layer in group:
-            if layer not in plan.no_attention | plan.remote:
+            if layer not in order.no_attention | order.remote:
                 block = self._blocks[layer]
                 attended[layer] = block.self_attn(block.input_layernorm(hidden), **arguments)[0]
         for layer in group:
@@ -254,22 +254,22 @@ class CausalModel:
                 attended |= zip(there, finish(), strict=True)
             if layer in attended:
                 hidden = hidden + attended[layer]
-            if layer not in plan.no_mlp:
+            if layer not in order.no_mlp:
                 hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
         return hidden
 
-    def layer_plan(self, text: str) -> LayerPlan | None:
-        """Parses a layer plan for this model; None: all layers in turn.
+    def layer_order(self, text: str) -> LayerOrder | None:
+        """Parses a layer order for this model; None: all layers in turn.
 
         Args:
-            text: as in the config, see `LayerPlan.parse`.
+            text: as in the config, see `LayerOrder.parse`.
 
         Raises:
             UsageError: it does not fit the model, or the model's layers are more than attention and MLP
                 blocks, so that they cannot be grouped or left out.
         """
-        plan = LayerPlan.parse(text, self.layers)
-        if plan is None:
+        order = LayerOrder.parse(text, self.layers)
+        if order is None:
             return None
         if self.kinds.local:
             raise UsageError(
@@ -277,16 +277,16 @@ class CausalModel:
                 " cannot be grouped or left out; use layers all"
             )
         self._check_blocks(text)
-        return plan
+        return order
 
     @torch.inference_mode()
     def _check_blocks(self, text: str) -> None:
         """Checks that a layer run block by block adds to its input what the whole layer does."""
-        first, probe = LayerPlan(((0,),)), Probe(self)
+        first, probe = LayerOrder(((0,),)), Probe(self)
         positions = spread_positions(self)
-        whole = self.probed(probe, positions, plan=first)
+        whole = self.probed(probe, positions, order=first)
         try:
-            blocks = self.probed(Probe(self), positions, plan=first, by_blocks=True)
+            blocks = self.probed(Probe(self), positions, order=first, by_blocks=True)
         except (AttributeError, TypeError) as error:
             raise UsageError(f"layers {text!r}: {self.name} cannot be run block by block: {error}") from error
         if not computes_the_same(self.embed(probe.tokens), whole, blocks):
@@ -303,13 +303,13 @@ class CausalModel:
         return logits
 
     @torch.inference_mode()
-    def forward(self, inputs: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]:
+    def forward(self, inputs: Sequence[PassInput], order: LayerOrder | None = None) -> list[PassOutput]:
         """Runs one pass of new tokens of several sequences; their KV is pending in the caches afterwards.
 
         The host does not wait for the device. A caller that finds NaN in the logits calls `raise_nan`.
 
         Args:
-            plan: the order of layers; None: all in turn.
+            order: the order of layers; None: all in turn.
         """
         batch, alone = BatchedAttention(inputs), inputs[0].cache if len(inputs) == 1 else None
         if alone is not None:
@@ -323,7 +323,7 @@ class CausalModel:
         for one in inputs:
             start += one.new.count
             rows += range(start - one.rows, start)
-        hidden = self.compute(batch if alone is None else alone, ids, positions, plan, rows)
+        hidden = self.compute(batch if alone is None else alone, ids, positions, order, rows)
         counts = [one.rows for one in inputs]
         split = self.logits(hidden).split(counts), hidden[0].split(counts), batch.errors
         return [
@@ -331,7 +331,7 @@ class CausalModel:
             for one, logits, states, error in zip(inputs, *split, strict=True)
         ]
 
-    def prepare(self, cache: BoundedCache, counts: Iterable[int], plan: LayerPlan | None) -> None:
+    def prepare(self, cache: BoundedCache, counts: Iterable[int], order: LayerOrder | None) -> None:
         """Prepares for recurring passes over `cache`, which is still empty.
 
         Args:
@@ -343,7 +343,7 @@ class CausalModel:
         attention_pass: AttentionPass,
         ids: Tensor,
         positions: Tensor,
-        plan: LayerPlan | None,
+        order: LayerOrder | None,
         rows: Sequence[int],
     ) -> Tensor:
         """Computes the hidden states of `rows`, `[1, rows, hidden_size]`; the part of a pass after `begin`.
@@ -351,7 +351,7 @@ class CausalModel:
         Args:
             ids, positions: of all new tokens, `[tokens]`.
         """
-        hidden = self._run(plan or self._in_turn, self.embed(ids), positions, attention_pass)
+        hidden = self._run(order or self._in_turn, self.embed(ids), positions, attention_pass)
         if len(rows) == hidden.shape[1]:
             return hidden
         if rows[-1] - rows[0] == len(rows) - 1:
@@ -394,7 +394,7 @@ class CausalModel:
         probe: Probe,
         positions: Tensor,
         part: slice = slice(None),
-        plan: LayerPlan | None = None,
+        order: LayerOrder | None = None,
         *,
         by_blocks: bool = False,
     ) -> Tensor:
@@ -403,8 +403,8 @@ class CausalModel:
         Args:
             positions: of all its tokens.
         """
-        plan, hidden = plan or self._in_turn, self.embed(probe.tokens[part])
-        return self._run(plan, hidden, positions[part], probe, by_blocks=by_blocks)
+        order, hidden = order or self._in_turn, self.embed(probe.tokens[part])
+        return self._run(order, hidden, positions[part], probe, by_blocks=by_blocks)
 
     def check_weights(self) -> None:
         """Raises NotANumber if a weight is NaN or infinite."""

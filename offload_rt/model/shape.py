@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from cpu_kv import ElementType, KVSizes
 from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
 from offload_rt.model.layer_kinds import Recurrence
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.rope import Yarn
 
@@ -151,11 +151,11 @@ class ModelShape:
         """Returns the sizes of its KV in the store, in pages of `page` tokens."""
         return KVSizes(self.paged_layers, self.kv_heads, self.head_dim, self.dtype, page)
 
-    def running(self, plan: LayerPlan) -> ModelShape:
+    def running(self, order: LayerOrder) -> ModelShape:
         """Returns the shape of the blocks that `plan` does not leave out."""
-        left_out = len(plan.no_mlp) * self.mlp_parameters
-        left_out += sum(self._block_parameters(self.kinds.kinds[layer]) for layer in plan.no_attention)
-        kept = (kind for layer, kind in enumerate(self.kinds.kinds) if layer not in plan.no_attention)
+        left_out = len(order.no_mlp) * self.mlp_parameters
+        left_out += sum(self._block_parameters(self.kinds.kinds[layer]) for layer in order.no_attention)
+        kept = (kind for layer, kind in enumerate(self.kinds.kinds) if layer not in order.no_attention)
         kinds = LayerKinds(tuple(kept))
         quantized = self.quantized and self.quantized - min(self.quantized, left_out)
         return replace(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.caches.full import FullCache
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ class Model(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def forward(self, inputs: Sequence[PassInput], plan: LayerPlan | None = None) -> list[PassOutput]: ...
+    def forward(self, inputs: Sequence[PassInput], order: LayerOrder | None = None) -> list[PassOutput]: ...
 
     def raise_nan(self, given: PassInput) -> NoReturn: ...
 
@@ -56,7 +56,7 @@ class Forward:
 
     model: Model
     input: PassInput
-    plan: LayerPlan | None
+    order: LayerOrder | None
     stats: LevelStats
 
 

@@ -22,7 +22,7 @@ from offload_rt.drafting.levels.base import Level, Memory, kept_means, levels_of
 from offload_rt.drafting.levels.models import RetrievedLevel
 from offload_rt.errors import UsageError
 from offload_rt.model.hub import DEMO
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.shape import ModelShape, yarn_hint
 from offload_rt.system.hardware import GIB, Gpu, Hardware
 
@@ -112,7 +112,7 @@ class PlanRequest:
         return min(1.0, self.config.retrieval.budget / self.context)
 
     @property
-    def groups(self) -> list[LayerPlan]:
+    def groups(self) -> list[LayerOrder]:
         """Plans of groups of layers that two devices may share; empty where there is one device, or none."""
         found = [level.groups_on_two(self) for level in self.levels] if self.other_gpus else []
         return [plan for plan in found if plan is not None]

@@ -15,7 +15,7 @@ from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.priors import LATER_CHOICES, expected_tokens, outcome_chances
 from offload_rt.drafting.levels.base import Cost
 from offload_rt.kernels.sizes import MOST_PACKED_QUERIES, PACKED_TILE
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import Placement, PlanRequest
@@ -155,7 +155,7 @@ class Predictor:
         launching = shape.layers * self.processor.launch_ms
         return Cost(busy, GRAPH_LAUNCH_SHARE * launching if graphed else launching)
 
-    def step_on_two(self, shape: ModelShape, plan: LayerPlan, queries: int, entries: int) -> Cost:
+    def step_on_two(self, shape: ModelShape, order: LayerOrder, queries: int, entries: int) -> Cost:
         # Two devices are no CUDA graph.
         whole = self.step(shape, queries, entries)
         first, second = self.request.hardware.gpus[:2]
@@ -168,8 +168,8 @@ class Predictor:
 
         here, there, saved = block_ms(first), block_ms(second), 0.0
         mlp = first.read_ms(shape.mlp_bytes)
-        for group in plan.groups:
-            remote = len(plan.remote.intersection(group))
+        for group in order.groups:
+            remote = len(order.remote.intersection(group))
             # The first device waits where its own layers of the group are done before the others arrive.
             beside = (len(group) - remote) * (here + mlp)
             waited = max(0.0, EXCHANGE_MS + remote * there - beside) if remote else 0.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.schema import Config, LevelConfig
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ class Rates(Protocol):
             graph: the pass is launched as one CUDA graph.
         """
 
-    def step_on_two(self, shape: ModelShape, plan: LayerPlan, queries: int, entries: int) -> Cost:
-        """Returns the cost of such a pass by a plan on two devices."""
+    def step_on_two(self, shape: ModelShape, order: LayerOrder, queries: int, entries: int) -> Cost:
+        """Returns the cost of such a pass in an order on two devices."""
 
     def host_attention_ms(self, tokens: int, queries: int) -> float:
         """Returns the time in which the CPU attends `queries` tokens of the target over `tokens` of its KV.
@@ -235,8 +235,8 @@ class Level(ABC):
         """Returns the bytes that it holds on the second GPU, by purpose."""
         return {}
 
-    def groups_on_two(self, sizes: Sizes) -> LayerPlan | None:
-        """Returns its plan of groups of layers on two devices; None: it has no groups that could be."""
+    def groups_on_two(self, sizes: Sizes) -> LayerOrder | None:
+        """Returns its order of groups of layers on two devices; None: it has no groups that could be."""
         return None
 
     def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:

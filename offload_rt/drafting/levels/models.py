@@ -30,7 +30,7 @@ from offload_rt.config.priors import (
 )
 from offload_rt.drafting.levels.base import Cost, Level, Memory, Rates, Resources, Sizes, local_memory
 from offload_rt.errors import UsageError
-from offload_rt.model.layer_plan import LayerPlan
+from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -94,19 +94,19 @@ class ModelLevel(Level):
         return SAME_MODEL_ACCEPTANCE if sizes is None else sizes.same_model_acceptance
 
     def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
-        sizes, plan = rates.request, self._on_two(rates.request)
-        if plan is None:
+        sizes, order = rates.request, self._on_two(rates.request)
+        if order is None:
             return rates.step(self.running(sizes, first), queries, self._seen(sizes), graph=True)
-        plan = plan.in_turn() if first and self.settings.calibrate else plan
-        return rates.step_on_two(self.shape(sizes), plan, queries, self._seen(sizes))
+        order = order.in_turn() if first and self.settings.calibrate else order
+        return rates.step_on_two(self.shape(sizes), order, queries, self._seen(sizes))
 
-    def groups_on_two(self, sizes: Sizes) -> LayerPlan | None:
+    def groups_on_two(self, sizes: Sizes) -> LayerOrder | None:
         shape = self.shape(sizes)
-        plan = LayerPlan.parse(self.settings.layers, shape.layers) if self.splits else None
-        plan = None if plan is None or shape.kinds.local else plan.on_two_devices()
-        return plan if plan is not None and plan.remote else None
+        order = LayerOrder.parse(self.settings.layers, shape.layers) if self.splits else None
+        order = None if order is None or shape.kinds.local else order.on_two_devices()
+        return order if order is not None and order.remote else None
 
-    def _on_two(self, sizes: Sizes) -> LayerPlan | None:
+    def _on_two(self, sizes: Sizes) -> LayerOrder | None:
         """Returns `groups_on_two` where that is what the config says."""
         return self.groups_on_two(sizes) if self.config.offload.group_devices == 2 else None
 
@@ -116,13 +116,13 @@ class ModelLevel(Level):
 
     def _cache_here(self, sizes: Sizes) -> int:
         """Returns the bytes of its cache on the first device."""
-        plan, layers = self._on_two(sizes), self.shape(sizes).layers
-        return self.cache_bytes(sizes) * (layers - (len(plan.remote) if plan else 0)) // layers
+        order, layers = self._on_two(sizes), self.shape(sizes).layers
+        return self.cache_bytes(sizes) * (layers - (len(order.remote) if order else 0)) // layers
 
     def second_memory(self, sizes: Sizes) -> Memory:
-        if (plan := self._on_two(sizes)) is None:
+        if (order := self._on_two(sizes)) is None:
             return {}
-        weights = len(plan.remote) * self.shape(sizes).attention_bytes
+        weights = len(order.remote) * self.shape(sizes).attention_bytes
         return {
             "group_weights": weights,
             "group_caches": self.cache_bytes(sizes) - self._cache_here(sizes),
@@ -131,10 +131,12 @@ class ModelLevel(Level):
     def running(self, sizes: Sizes, first: bool) -> ModelShape:
         """Returns the shape of the layers that a pass runs."""
         shape = self.shape(sizes)
-        plan = (
-            None if first and self.settings.calibrate else LayerPlan.parse(self.settings.layers, shape.layers)
+        order = (
+            None
+            if first and self.settings.calibrate
+            else LayerOrder.parse(self.settings.layers, shape.layers)
         )
-        return shape if plan is None else shape.running(plan)
+        return shape if order is None else shape.running(order)
 
     def _seen(self, sizes: Sizes) -> int:
         return min(self.entries(sizes), sizes.context)
@@ -145,19 +147,19 @@ class ModelLevel(Level):
         from offload_rt.caches.bounded import BoundedCache
 
         model = self.model(resources)
-        plan = model.layer_plan(self.settings.layers)
+        order = model.layer_order(self.settings.layers)
         second = resources.second if self.splits and self.config.offload.group_devices == 2 else None
-        if plan is not None and second is not None:
-            plan = plan.on_two_devices()
+        if order is not None and second is not None:
+            order = order.on_two_devices()
         cache: BoundedCache | SplitCache
-        if plan is not None and plan.remote and second is not None:
-            cache = self._split_cache(model, resources, plan, second)
+        if order is not None and order.remote and second is not None:
+            cache = self._split_cache(model, resources, order, second)
         else:
             cache = self.cache(model, resources)
         resources.caches.append(cache)
         if self.of_target:
             resources.full.derived.append(cache)
-        plans = [plan, plan.in_turn()] if plan and self.settings.calibrate else [plan]
+        orders = [order, order.in_turn()] if order and self.settings.calibrate else [order]
         # The cache lacks the last token, and where all was accepted perhaps the one before it.
         depth = shape_below.depth
         recurring = range(1, shape_below.size + 3) if depth else sorted({1, 2, shape.per_pass} - {0})
@@ -165,21 +167,28 @@ class ModelLevel(Level):
         if alone and shape.kind == "chain" and not resources.full.engine.link.in_place:
             recurring = range(1, max(2, self.config.offload.ahead) + 1)  # as many chains are drawn together
         if isinstance(cache, BoundedCache):
-            for each in plans:
+            for each in orders:
                 model.prepare(cache, recurring, each)
-        first_plan = plans[1] if len(plans) > 1 else None
+        first_order = orders[1] if len(orders) > 1 else None
         return self.drafter_class(
-            self.name, model, cache, below, resources.sampling, plans[0], first_plan, shape_below=shape_below
+            self.name,
+            model,
+            cache,
+            below,
+            resources.sampling,
+            orders[0],
+            first_order,
+            shape_below=shape_below,
         )
 
     def _split_cache(
-        self, model: CausalModel, resources: Resources, plan: LayerPlan, second: SecondDevice
+        self, model: CausalModel, resources: Resources, order: LayerOrder, second: SecondDevice
     ) -> SplitCache:
         """Builds the cache in two parts, each on the device that attends its layers."""
         from offload_rt.caches.split import ModelLayers, SourceLayers, SplitCache
 
-        model.remote_blocks.take(second, sorted(plan.remote))
-        home = [layer for layer in range(model.layers) if layer not in plan.remote]
+        model.remote_blocks.take(second, sorted(order.remote))
+        home = [layer for layer in range(model.layers) if layer not in order.remote]
         # A pass streams its segments to the first device alone, and both parts must be refreshed together.
         level = type(self)(self.config.having("offload.refresh_from", "store"), self.settings)
         with ExitStack() as closing:
@@ -195,9 +204,9 @@ class ModelLevel(Level):
 
             here = part(home, None)
             with second.on_stream():
-                there = part(sorted(plan.remote), second)
+                there = part(sorted(order.remote), second)
             close = closing.pop_all().close
-        return SplitCache(here, there, second, plan.remote, model.layers, close)
+        return SplitCache(here, there, second, order.remote, model.layers, close)
 
 
 class WindowLevel(ModelLevel):

@@ -11,7 +11,7 @@ EXACT = "all"
 
 
 @dataclass(frozen=True)
-class LayerPlan:
+class LayerOrder:
     """The order in which hidden states go through a model's layers.
 
     In a group every attention block takes the input of the group's first layer, so that the attention blocks
@@ -40,8 +40,8 @@ class LayerPlan:
         """Number of times that a pass sends hidden states to the second device and waits for its results."""
         return sum(not self.remote.isdisjoint(group) for group in self.groups)
 
-    def on_two_devices(self) -> LayerPlan:
-        """Returns the plan with the attention blocks of each group shared out over two devices, by layer.
+    def on_two_devices(self) -> LayerOrder:
+        """Returns the order with the attention blocks of each group shared out over two devices, by layer.
 
         The second device has the last layers of a group, and of an odd number the larger half: the first one
         runs the MLP blocks too, in order, and those of its own layers before any result is needed. A group is
@@ -52,19 +52,19 @@ class LayerPlan:
         remote = (layer for group in self.groups for layer in group[len(group) // 2 :] if len(group) > 1)
         return replace(self, remote=frozenset(remote))
 
-    def in_turn(self) -> LayerPlan:
-        """Returns the plan of all layers in turn, each attended where this plan keeps its KV."""
+    def in_turn(self) -> LayerOrder:
+        """Returns the order of all layers in turn, each attended where this order keeps its KV."""
         layers = sum(map(len, self.groups))
-        return replace(LayerPlan.whole(layers), remote=self.remote)
+        return replace(LayerOrder.whole(layers), remote=self.remote)
 
     @classmethod
-    def whole(cls, layers: int) -> LayerPlan:
-        """Returns the plan of all layers in turn."""
+    def whole(cls, layers: int) -> LayerOrder:
+        """Returns the order of all layers in turn."""
         return cls(tuple((layer,) for layer in range(layers)))
 
     @classmethod
-    def parse(cls, text: str, layers: int) -> LayerPlan | None:
-        """Parses a layer plan for a model of `layers` layers; returns None for `all`.
+    def parse(cls, text: str, layers: int) -> LayerOrder | None:
+        """Parses a layer order for a model of `layers` layers; returns None for `all`.
 
         `groups:N`: the first and the last layer alone, groups of `N` between them, aligned so that full ones
         come first from layer `N` on, as in EasySpec (32 layers and N = 4: 1-3, 4-7, ..., 28-30).
@@ -85,7 +85,7 @@ class LayerPlan:
         raise UsageError(f"layers {text!r}: write all, groups:N or groups:N@F (N at least 1) or skip:5,7a,9m")
 
     @classmethod
-    def _skipping(cls, text: str, blocks: list[str], layers: int) -> LayerPlan:
+    def _skipping(cls, text: str, blocks: list[str], layers: int) -> LayerOrder:
         attention: set[int] = set()
         mlp: set[int] = set()
         for block in blocks:
@@ -113,7 +113,7 @@ def blocks_of(layers: int) -> list[str]:
 
 
 def skipping(blocks: Collection[str]) -> str:
-    """Returns the text of a plan without these of `blocks_of`, for `LayerPlan.parse`."""
+    """Returns the text of an order without these of `blocks_of`, for `LayerOrder.parse`."""
     layers = sorted({int(block[:-1]) for block in blocks})
     kinds = {layer: "".join(kind for kind in "am" if f"{layer}{kind}" in blocks) for layer in layers}
     named = [f"{layer}{kind if kind != 'am' else ''}" for layer, kind in kinds.items()]
