@@ -24,6 +24,7 @@ VARIES = ["pages", "queries", "rows", "period", "step", "offset", "sampled", "sa
 VARIES += ["tokens", "groups_each"]
 VARIES += ["blocks", "all_blocks", "chunks", "score_stride", "mass_head_stride", "mass_row_stride"]
 MAX_EXPONENT: Any = tl.constexpr(operators.MAX_EXPONENT)
+MIN_ROWS = 16  # of a matrix product on tensor cores
 SLACK: Any = tl.constexpr(quantized.SLACK)
 SMALLEST_STEP: Any = tl.constexpr(float(torch.finfo(torch.bfloat16).tiny))
 TO_WHOLE: Any = tl.constexpr(1.5 * 2.0**23)  # added and taken off, it rounds a float32 to a whole number

@@ -21,7 +21,14 @@ from cpu_kv.packed import PackedShape, PageCodec
 from offload_rt.kernels import operators, triton_pages
 from offload_rt.kernels.quantized import SPARE_RANGE, QuantizedKV, QuantizedLayer
 from offload_rt.kernels.sizes import GROUP, PACKED_TILE
-from offload_rt.kernels.triton_kernels import _add_mass, _quantize, _quantize_chunks, _quantized, _segment
+from offload_rt.kernels.triton_kernels import (
+    MIN_ROWS,
+    _add_mass,
+    _quantize,
+    _quantize_chunks,
+    _quantized,
+    _segment,
+)
 
 PAGES_AT_A_TIME = 16
 TOKENS_AT_A_TIME = 64
@@ -29,7 +36,6 @@ CHUNKS_AT_A_TIME = 1024
 GROUPS_AT_A_TIME = 8
 MOST_ROWS = 64
 MOST_QUERY_BYTES = 16 * 1024  # of the queries of one program: more spill registers
-MIN_ROWS = 16  # of a matrix product on tensor cores
 
 _NO_MASS = {"ROWS": MIN_ROWS, "TOKENS": TOKENS_AT_A_TIME, "CHUNK": 1}
 

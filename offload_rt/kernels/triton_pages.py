@@ -15,17 +15,15 @@ from torch import Tensor
 
 from cpu_kv import sizes
 from cpu_kv.packed import ESCAPE, PackedShape
-from offload_rt.kernels import operators
 from offload_rt.kernels.sizes import PACKED_TILE
+from offload_rt.kernels.triton_kernels import MAX_EXPONENT, MIN_ROWS
 
 ROWS_AT_A_TIME = 16
 TOKENS_A_PROGRAM = 256
 MOST_ROWS = {64: 128, 128: 32}
 """Queries of one program, by half of the head dimension: more spill registers."""
-MIN_ROWS = 16  # of a matrix product on tensor cores
 # Values that change from pass to pass. Triton would compile a kernel for each that is 1 or divisible by 16.
 VARIES = ["pages", "rows", "period", "step", "offset", "sampled", "mass_head_stride", "mass_row_stride"]
-MAX_EXPONENT: Any = tl.constexpr(operators.MAX_EXPONENT)
 MOST_VALUES: Any = tl.constexpr(sizes.MOST_VALUES)
 SEARCHED: Any = tl.constexpr(256)
 """Entries of a list that are compared at a time: two times cover the longest list, of `MOST_VALUES` / 256."""

@@ -284,11 +284,11 @@ class Predictor:
         """
         if self.request.in_place:
             return 0.0
-        streamed, resident = placement.streamed_tokens, 0
+        streamed = placement.streamed_tokens
         calls = streamed / self.request.segment_tokens * SEGMENT_CALLS
         if self.request.stored.packed and queries * self.target.group > MOST_PACKED_QUERIES:
-            resident = placement.resident_tokens if placement.packed else 0
-            calls += (streamed + 2 * resident) / self.request.segment_tokens * UNPACKING_KERNELS
+            unpacked = streamed + 2 * placement.packed * placement.resident_tokens
+            calls += unpacked / self.request.segment_tokens * UNPACKING_KERNELS
         return self.target.paged_layers * calls / LAYER_KERNELS * self.processor.launch_ms
 
     def _attention(self, shape: ModelShape, tokens: int, queries: int) -> float:
