@@ -13,8 +13,7 @@ from offload_rt.commands.options import add_overrides
 from offload_rt.commands.prompts import BUILT_IN, built_in
 from offload_rt.config.schema import NO_DRAFT
 from offload_rt.machine.devices import DEVICES, DTYPES
-from offload_rt.model.hub import DEMO
-from offload_rt.model.loading import demo_model
+from offload_rt.model.embedded import demo_model, model_name
 from offload_rt.text.documents import read_document
 
 Source = str | Path
@@ -126,12 +125,10 @@ def sources(arguments: argparse.Namespace) -> tuple[Source, Source | None]:
     return target, None if named == NO_DRAFT else named
 
 
-def model_name(source: Source) -> str:
-    """A hub id, or the last part of a folder's path: results go elsewhere."""
-    if isinstance(source, Path):
-        return DEMO
-    path = Path(source)
-    return path.resolve().name if path.exists() else source
+def recorded_name(source: Source) -> str:
+    """A hub id or an embedded model's name, or the last part of a folder's path: results go elsewhere."""
+    name = model_name(source)
+    return Path(name).resolve().name if Path(name).exists() else name
 
 
 def say(line: str) -> None:

@@ -22,7 +22,8 @@ from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.sizes import stored_layout
 from offload_rt.commands.prompts import built_in
 from offload_rt.machine.measuring import CPU
-from offload_rt.model.loading import demo_model, load_model, load_tokenizer
+from offload_rt.model.embedded import demo_model
+from offload_rt.model.loading import load_model, load_tokenizer
 from offload_rt.model.passes import PassInput
 
 

@@ -34,7 +34,7 @@ from offload_rt.drafting.levels.configs import load_config
 from offload_rt.drafting.levels.sources import DatastoreLevel
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.sequoia import TreePlan
-from offload_rt.model.hub import DEMO
+from offload_rt.model.embedded import DEMO
 from offload_rt.model.layer_order import LayerOrder
 
 TEMPERATURES = {0.0: 2.31, 0.2: 2.25, 0.4: 2.20, 0.6: 2.19, 0.8: 2.08, 1.0: 2.08, 1.2: 2.02}

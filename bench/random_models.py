@@ -21,7 +21,7 @@ from transformers import (
 
 from offload_rt.errors import UsageError
 from offload_rt.machine.measuring import CPU
-from offload_rt.model.loading import demo_model
+from offload_rt.model.embedded import demo_model
 from offload_rt.model.named_shapes import SHAPES as KNOWN
 from offload_rt.model.shape import ModelShape
 from offload_rt.system.memory import available_memory

@@ -149,8 +149,8 @@ class _Points:
             gpu_memory_gib=GPU_MEMORY_GIB if self._random and on_gpu else 0.0,
         )
         settings = {
-            "model": args.model_name(sources[0]),
-            "draft": sources[1] and args.model_name(sources[1]),
+            "model": args.recorded_name(sources[0]),
+            "draft": sources[1] and args.recorded_name(sources[1]),
             "dtype": dtype,
             "texts": texts,
             "new_tokens": case.new_tokens,

@@ -117,7 +117,7 @@ class Texts:
             if len(tokens) < needed:
                 message = f"has {len(tokens)} tokens, and {needed} are needed"
                 raise UsageError(f"text {name}: {message}; leave it out, or use a shorter --context")
-        return cls(target, draft, tokenizer, args.model_name(source), books, sizes, arguments)
+        return cls(target, draft, tokenizer, args.recorded_name(source), books, sizes, arguments)
 
     @property
     def device(self) -> torch.device:

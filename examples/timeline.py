@@ -7,7 +7,8 @@ import torch
 
 from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
-from offload_rt.model.loading import demo_model, load_model, load_tokenizer
+from offload_rt.model.embedded import demo_model
+from offload_rt.model.loading import load_model, load_tokenizer
 from offload_rt.system.timeline import Span, Timeline
 
 if len(sys.argv) < 2:

@@ -16,7 +16,8 @@ from bench import arguments, runner, side_by_side
 from bench.cases import CASES
 from bench.results import Row, spread
 from bench.runner import Job, SystemFailed, Worker
-from offload_rt.model.loading import demo_model, load_tokenizer
+from offload_rt.model.embedded import demo_model
+from offload_rt.model.loading import load_tokenizer
 from offload_rt.text.tokenize import encode
 
 FAKE = """

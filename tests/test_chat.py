@@ -16,7 +16,8 @@ from tiny_models import byte_tokenizer, tiny_target
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from offload_rt import LLM, SamplingParams, UsageError
-from offload_rt.model.loading import demo_model, load_tokenizer
+from offload_rt.model.embedded import demo_model
+from offload_rt.model.loading import load_tokenizer
 from offload_rt.system import clock
 from offload_rt.text.chat import ChatTemplate, checked_messages, with_question
 

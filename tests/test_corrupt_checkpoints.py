@@ -12,7 +12,8 @@ import pytest
 
 from offload_rt import LLM, SamplingParams, UsageError
 from offload_rt.drafting.levels.configs import load_config
-from offload_rt.model.loading import checked_config, demo_model, load_tokenizer
+from offload_rt.model.embedded import demo_model
+from offload_rt.model.loading import checked_config, load_tokenizer
 from offload_rt.model.local_models import LocalModel
 
 LONG, HUGE = "9" * 5000, 10**5000

@@ -29,7 +29,8 @@ from offload_rt.drafting.base import HiddenState, Proposal, TokenView
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
 from offload_rt.errors import UsageError
 from offload_rt.model.draft_head import DEMO_HEAD, KIND, Head, load_head, save_head
-from offload_rt.model.loading import demo_model, load_model
+from offload_rt.model.embedded import demo_model
+from offload_rt.model.loading import load_model
 from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel, NotANumber
 from tools.demo_training import train_head

@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from bench.random_models import config_of
 from cpu_kv import ElementType
+from offload_rt.api.opening import name_of
 from offload_rt.errors import UsageError
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.config_shapes import from_config, shape_of
-from offload_rt.model.loading import demo_model, load_model
+from offload_rt.model.embedded import demo_model
+from offload_rt.model.loading import load_model
 from offload_rt.model.named_shapes import SHAPES, find_shape, known_name
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -62,9 +64,10 @@ def test_the_demo_pair_comes_from_its_packaged_config(name: str, part: str) -> N
     shape = find_shape(name, ElementType.FLOAT32)
     model = load_model(demo_model(part), torch.device("cpu"), torch.float32)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.name == name and shape.max_positions == 262_144
+    assert shape.name == name == name_of(model) and shape.max_positions == 262_144
     read = from_config(model_config(demo_model(part)), ElementType.FLOAT32, name)
     assert (shape, shape.family, shape.rope_scaled) == (read, read.family, read.rope_scaled)
+    assert find_shape(demo_model(part), ElementType.FLOAT32) == shape, "whichever way it is named"
     assert known_name(f"owner/{name}") is None
 
 

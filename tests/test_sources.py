@@ -22,7 +22,8 @@ from offload_rt.drafting.datastore import END, Datastore, build, suffix_order
 from offload_rt.drafting.merged import joined
 from offload_rt.drafting.sources import NGrams, Source, SuffixAutomaton, heaviest
 from offload_rt.errors import UsageError
-from offload_rt.model.loading import demo_model, load_tokenizer
+from offload_rt.model.embedded import demo_model
+from offload_rt.model.loading import load_tokenizer
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import ROOT, forest

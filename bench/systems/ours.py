@@ -21,8 +21,10 @@ from offload_rt.machine.devices import choose_dtype
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.embedded import model_name
 from offload_rt.model.loading import load_model
 from offload_rt.model.named_shapes import find_shape
+from offload_rt.model.runner import CausalModel
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
 
@@ -41,11 +43,11 @@ def shared_text(setup: Setup) -> RecordedText:
         hardware = usable_hardware(device)
         plan(PlanRequest(shape, small or None, config, setup.capacity, 0, hardware)).check()
     notices = list[str]()
-    target, draft = (
-        None if path is None else GraphedModel(load_model(path, device, dtype), path, notices.append)
-        for path in (setup.model, setup.draft)
-    )
-    assert target is not None
+
+    def load(source: str) -> CausalModel:
+        return GraphedModel(load_model(source, device, dtype), model_name(source), notices.append)
+
+    target, draft = load(setup.model), load(setup.draft) if setup.draft else None
     link: Link = CudaLink(device) if device.type == "cuda" else CpuLink()
     others: Sequence[Link] = ()
     if setup.link_gb_s:

@@ -22,14 +22,8 @@ from offload_rt.machine.devices import DEVICES, choose_devices, choose_dtype
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.cuda_graphs import GraphedModel
-from offload_rt.model.hub import DEMO, DEMO_DRAFT
-from offload_rt.model.loading import (
-    check_same_tokens,
-    checked_config,
-    load_model,
-    load_tokenizer,
-    model_source,
-)
+from offload_rt.model.embedded import DEMO, DEMO_DRAFT, model_name, model_source
+from offload_rt.model.loading import check_same_tokens, checked_config, load_model, load_tokenizer
 from offload_rt.model.local_models import local_drafts
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantized_checkpoints import installed_quantization, refuse_dependent_rows
@@ -95,7 +89,7 @@ def open_models(
     rope = Yarn.parse(rope) if isinstance(rope, str) else rope
     configs = load_configs(config, overrides)  # what is cheap to check comes first
     place, *others = devices = choose_devices(device)
-    source, name = model_source(model), DEMO if model is None else str(model)
+    source, name = model_source(model), model_name(model)
     wanted = choose_dtype(dtype, place, model_config(source).dtype)
     if name == DEMO and draft is None:
         draft = DEMO_DRAFT
@@ -179,4 +173,4 @@ def name_of(model: PreTrainedModel) -> str:
     """Returns the name of a loaded model. Raises UsageError where it is none."""
     if not isinstance(model, PreTrainedModel):
         raise UsageError(f"model {model!r} is no transformers model; LLM(…) takes folders and hub ids")
-    return str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    return model_name(getattr(model.config, "_name_or_path", "") or type(model).__name__)

@@ -108,7 +108,8 @@ class Chat:
             arguments.max_new_tokens = DEMO_TOKENS if _on_demo(arguments) else ANSWER_TOKENS
         stop, schema = tuple(arguments.stop), arguments.json_schema
         distribution(arguments, stop=stop, seed=arguments.seed, json_schema=schema)  # refuses bad values
-        from offload_rt.model.loading import load_tokenizer, model_source
+        from offload_rt.model.embedded import model_source
+        from offload_rt.model.loading import load_tokenizer
         from offload_rt.text.chat import ChatTemplate
 
         tokenizer = load_tokenizer(model_source(arguments.model))
@@ -180,7 +181,7 @@ class Chat:
 
 
 def _on_demo(arguments: argparse.Namespace) -> bool:
-    from offload_rt.model.hub import DEMO
+    from offload_rt.model.embedded import DEMO
 
     return arguments.model in (None, DEMO)
 

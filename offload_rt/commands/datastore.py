@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
     from offload_rt.drafting.datastore import build
-    from offload_rt.model.loading import load_tokenizer, model_source
+    from offload_rt.model.embedded import model_source
+    from offload_rt.model.loading import load_tokenizer
     from offload_rt.text.tokenize import encode
 
     folder: Path = arguments.folder

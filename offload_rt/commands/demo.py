@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     from offload_rt.api.llm import LLM
     from offload_rt.machine.devices import choose_device, choose_dtype
     from offload_rt.model.checkpoint_config import model_config
-    from offload_rt.model.loading import demo_model, load_model, load_tokenizer
+    from offload_rt.model.embedded import demo_model
+    from offload_rt.model.loading import load_model, load_tokenizer
     from offload_rt.sampling.params import SamplingParams
 
     console.tokens["decode"] = NEW_TOKENS

@@ -201,13 +201,14 @@ def _draft(
     arguments: argparse.Namespace, target: ModelShape, planned: Callable[[ModelShape | None], Plan]
 ) -> tuple[ModelShape | None, str | None]:
     """Returns the shape of the draft that the flags name, and a note where it was chosen by its plan."""
-    from offload_rt.model.hub import DEMO, DEMO_DRAFT, DEMO_PARTS
+    from offload_rt.model.embedded import DEMO, DEMO_DRAFT, DEMO_PARTS
     from offload_rt.model.named_shapes import find_shape
 
     draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
     if draft != AUTO:
         return None if draft == NO_DRAFT else find_shape(draft, target.dtype), None
-    from offload_rt.model.loading import load_tokenizer, model_source  # with torch, which takes a second
+    from offload_rt.model.embedded import model_source  # with torch, which takes a second
+    from offload_rt.model.loading import load_tokenizer  # with torch, which takes a second
     from offload_rt.model.local_models import local_drafts
     from offload_rt.planning.local_plans import choose_draft
 

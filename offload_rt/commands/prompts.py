@@ -160,7 +160,8 @@ def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Cons
     Raises:
         UsageError: the prompt is a text, and the model has no tokenizer.
     """
-    from offload_rt.model.loading import load_tokenizer, model_source
+    from offload_rt.model.embedded import model_source
+    from offload_rt.model.loading import load_tokenizer
     from offload_rt.text.tokenize import encode, keep_last
 
     tokenizer = load_tokenizer(model_source(arguments.model))

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     base = _checked(arguments)
     console = Console(quiet=False)
     text = prompts.read(arguments, console)
-    from offload_rt.model.hub import DEMO
+    from offload_rt.model.embedded import DEMO
     from offload_rt.model.named_shapes import find_shape
 
     params = distribution(arguments, seed=arguments.seed, ignore_eos=True)

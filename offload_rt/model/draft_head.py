@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offload_rt.errors import UsageError
-from offload_rt.model.loading import DEMO_FOLDER
+from offload_rt.model.embedded import DEMO_FOLDER
 from offload_rt.model.runner import CausalModel
 from offload_rt.system.tensor_files import read_tensors, write_tensors
 

@@ -10,12 +10,9 @@ from huggingface_hub import constants, get_session, snapshot_download, try_to_lo
 from huggingface_hub.errors import HFValidationError
 
 from offload_rt.errors import UsageError, first_line
+from offload_rt.model.embedded import DEMO_PARTS
 from offload_rt.model.gguf_files import refuse_gguf
 
-DEMO = "demo"
-DEMO_DRAFT = "demo-draft"
-DEMO_PARTS = {DEMO: "target", DEMO_DRAFT: "draft"}
-"""The embedded pair by name."""
 HUB_TIMEOUT_S = 5.0
 
 

@@ -29,7 +29,7 @@ from offload_rt.model.architecture import EMBEDDINGS, FINAL_NORMS
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.generation import load_generation_config
 from offload_rt.model.host_embedding import move_to_host
-from offload_rt.model.hub import DEMO, DEMO_PARTS, located
+from offload_rt.model.hub import located
 from offload_rt.model.processor_template import processor_template
 from offload_rt.model.quantized_checkpoints import (
     cast_others,
@@ -42,7 +42,6 @@ from offload_rt.model.remote_mlp import place_mlps
 from offload_rt.model.rope import Yarn
 from offload_rt.system.hardware import GIB
 
-DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "pair"
 _BODY = re.compile(rf"model\.({'|'.join((*EMBEDDINGS, 'layers', *FINAL_NORMS))})\.|lm_head\.")
 """Weights that a text model uses. Files may hold others: a vision tower, a reward head."""
 _LANGUAGE_MODEL = {
@@ -54,28 +53,6 @@ _ACTIVATION_SCALES = re.compile(r"(input|output|k|v|q)_(scale|zero_point|global_
 """Scales of activations and KV in files whose weights are expanded: nothing is multiplied by them."""
 _INTEGERS = ("I", "U", "BOOL")
 """First letters of the integer dtypes of safetensors."""
-
-
-def demo_model(part: str) -> Path:
-    """Returns the folder of the embedded `target` or `draft`."""
-    folder = DEMO_FOLDER / part
-    if not (folder / "config.json").is_file():
-        raise UsageError(
-            f"the embedded demo {part} is not installed at {folder}; reinstall the package or name a --model"
-        )
-    return folder
-
-
-def model_source(name: str | Path | None) -> str | Path:
-    """Returns where a model is loaded from: the folder of an embedded one, any other name as it is given.
-
-    None is the embedded target.
-    """
-    part = DEMO_PARTS.get(DEMO if name is None else str(name))
-    if part is not None:
-        return demo_model(part)
-    assert name is not None
-    return name
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:

@@ -19,14 +19,8 @@ from offload_rt.config.settings import load_settings
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.config_shapes import from_config
-from offload_rt.model.hub import DEMO_PARTS
-from offload_rt.model.loading import (
-    check_same_tokens,
-    checked_config,
-    demo_model,
-    load_tokenizer,
-    weight_files,
-)
+from offload_rt.model.embedded import DEMO_PARTS, demo_model
+from offload_rt.model.loading import check_same_tokens, checked_config, load_tokenizer, weight_files
 from offload_rt.model.shape import ModelShape
 
 FEWER_PARAMETERS = 4

@@ -10,7 +10,8 @@ from cpu_kv import ElementType
 from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
 from offload_rt.config.settings import NO_QUANTIZATION
 from offload_rt.errors import UsageError
-from offload_rt.model.hub import DEMO, DEMO_DRAFT, DEMO_PARTS, cached_config, check_exists
+from offload_rt.model.embedded import DEMO, DEMO_DRAFT, DEMO_PARTS, model_name
+from offload_rt.model.hub import cached_config, check_exists
 from offload_rt.model.layer_kinds import Recurrence
 from offload_rt.model.quantization import Quantization, packed_mxfp4
 from offload_rt.model.rope import Yarn
@@ -243,7 +244,7 @@ def find_shape(
     Raises:
         UsageError: no such name or folder, or a model that the runtime does not support.
     """
-    name = str(source)
+    name = model_name(source)
     known = known_name(name)
     if name not in SHAPES and ("/" in name or Path(name).exists()):
         config = cached_config(name) if known is not None else None

@@ -21,7 +21,7 @@ from offload_rt.config.schema import Config, SpeculationConfig
 from offload_rt.drafting.levels.base import Level, Memory, kept_means, levels_of, local_memory
 from offload_rt.drafting.levels.models import RetrievedLevel
 from offload_rt.errors import UsageError
-from offload_rt.model.hub import DEMO
+from offload_rt.model.embedded import DEMO
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.shape import ModelShape, yarn_hint
 from offload_rt.system.hardware import GIB, Gpu, Hardware

@@ -21,8 +21,8 @@ from torch import Tensor
 from offload_rt.errors import UsageError
 from offload_rt.machine.devices import choose_device
 from offload_rt.model.draft_head import Head, save_head
-from offload_rt.model.hub import DEMO
-from offload_rt.model.loading import demo_model, load_model, load_tokenizer
+from offload_rt.model.embedded import DEMO, demo_model
+from offload_rt.model.loading import load_model, load_tokenizer
 from offload_rt.model.runner import CausalModel
 from offload_rt.system.files import check_writable
 from tools.demo_training.train import autocast, encoded, minutes, optimize, read_corpus, steps_within
