@@ -24,7 +24,8 @@ PREFERENCE = 2.0
 three books, decoded greedily by the demo target with 512 tokens retrieved every 32, refreshes replaced 0.40,
 0.26, 0.23 and 0.19 of the chunks with factors of 1, 1.5, 2 and 4; 0.863, 0.866, 0.864 and 0.861 of the
 drafted tokens were accepted. Teacher forced, refreshed every 8 tokens, acceptance was 0.9347 with 1 and
-0.9336 with 2."""
+0.9336 with 2. Drafts of 12 on 12 passages of four books, refreshed every round or every 32 tokens, gave 10.23
+tokens per round with 1 and 10.39 with 2 over 512 retrieved tokens, and 11.91 with either over 2,048."""
 
 LAST_QUERIES = 8
 """Number of newest tokens whose queries score the chunks."""
