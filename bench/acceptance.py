@@ -136,7 +136,7 @@ CACHES: dict[str, Keys] = {
 
 def small_cache(sequence: TokenSequence, kind: str, budget: int) -> Cache:
     """Builds one of `CACHES` with `budget` entries at the end of the sequence."""
-    full, retrieval = sequence.full, sequence.planned.retrieval
+    full, retrieval = sequence.full, sequence.plan.config.retrieval
     keys: Keys = {
         "retrieval.bits": 16,
         "retrieval.budget": budget,

@@ -57,7 +57,7 @@ class RecordedText:
     @property
     def placed(self) -> dict[str, int]:
         """Tokens of a sequence in each tier; whole pages are streamed."""
-        page, tiers = self._engine.store.layout.page_size, self.sequences[0].tiers
+        page, tiers = self._engine.store.layout.page_size, self.sequences[0].plan.tiers
         others = sum(gpu.tokens for gpu in tiers.gpus)
         placed = {"resident_tokens": tiers.resident_tokens, "cpu_tokens": tiers.cpu_tokens}
         placed |= {"other_gpus_tokens": others} if others else {}
@@ -77,7 +77,8 @@ class RecordedText:
             for left, text in zip(range(len(prompt), 0, -1), prompt, strict=True):
                 room = self._capacity - len(text)
                 self.sequences.append(self._engine.open(text, room, sequences=left))
-                self._engine.begin(self.sequences[-1], None, self._continuation(room))
+                sequence = self.sequences[-1]
+                self._engine.begin(sequence, sequence.plan, self._continuation(room))
             self._prompt = prompt
             self._ms = sum(sequence.read_ms for sequence in self.sequences)
             if self._recording is not None:
@@ -89,7 +90,7 @@ class RecordedText:
         settings = self._engine.available(config)
         for sequence, prompt in zip(self.sequences, self._prompt, strict=True):
             self._engine.rewind(sequence, len(prompt))
-            self._engine.begin(sequence, settings, self._continuation(new_tokens))
+            self._engine.begin(sequence, sequence.adapted(settings), self._continuation(new_tokens))
         return sum(sequence.read_ms for sequence in self.sequences)
 
     def run(

@@ -17,10 +17,12 @@ from bench.arguments import say
 from cpu_kv import CpuLink, CudaLink, ElementType, Link, PagedKVStore
 from cpu_kv.sizes import dtype_name
 from offload_rt.attention.backends import choose_backend
+from offload_rt.caches.sizes import EVERYTHING_STREAMED
 from offload_rt.config.schema import Config
 from offload_rt.drafting.levels.configs import load_config
+from offload_rt.drafting.shared import SharedResources
 from offload_rt.drafting.verifier import Sampling, Verifier
-from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
+from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.machine.devices import choose_device, choose_dtype
 from offload_rt.model.checkpoint_config import model_config
@@ -29,6 +31,7 @@ from offload_rt.model.loading import load_model, load_tokenizer
 from offload_rt.model.passes import PassOutput
 from offload_rt.model.runner import CausalModel
 from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.sequence_planner import SequencePlan
 from offload_rt.sampling.sampler import GeneratorDraws, Sampler
 from offload_rt.system.hardware import NO_GPU, named_hardware
 from offload_rt.text.tokenize import encode
@@ -47,25 +50,26 @@ def sequence_over(target: CausalModel, config: Config, tokens: int, room: int = 
     config = config.having("retrieval.select", "mean_keys").having("retrieval.rest", True)
     link: Link = CudaLink(device) if on_gpu else CpuLink()
     with closing(link), closing(PagedKVStore(target.kv_layout(config.store.page), pin=on_gpu)) as store:
-        shared = Shared(target, None, store, link, choose_backend(device))
+        shared = SharedResources(target, None, store, link, choose_backend(device))
         runner = target.for_length(tokens, room)
         shape = shape_of(target.module, ElementType.of(target.dtype), target.name)
         request = PlanRequest(shape, None, config, max(1, tokens), room, named_hardware(NO_GPU))
-        with closing(TokenSequence(shared, request, runner, tokens + room + 1)) as sequence:
+        plan = SequencePlan.of(request, EVERYTHING_STREAMED)
+        with closing(TokenSequence(shared, plan, runner, tokens + room + 1)) as sequence:
             yield sequence
 
 
 def take(sequence: TokenSequence, tokens: Sequence[int]) -> None:
     """Reads all `tokens` into the full cache, and fills the small caches of the sequence's config."""
     sequence.read([*tokens, 0])  # a sequence's last token opens the first round and is not in the cache
-    recompose(sequence, sequence.planned)
+    recompose(sequence, sequence.plan.config)
 
 
 def recompose(sequence: TokenSequence, config: Config) -> None:
     """Fills the small caches of `config` from the full cache as it is."""
     room = sequence.full.sequence.reserved_tokens - len(sequence.tokens)
     sampling = Sampling(Sampler(), GeneratorDraws(0, sequence.full.device))
-    sequence.begin(config, Continuation(sampling, max(1, room)))
+    sequence.begin(sequence.adapted(config), Continuation(sampling, max(1, room)))
 
 
 def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool = False) -> PassOutput:

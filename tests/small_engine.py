@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,8 +70,9 @@ def again(
 
 def place(llm: LLM, tiers: Tiers) -> None:
     """Sequences lie in these tiers from here on, whatever is planned."""
-    plan = llm.engine.plan
-    llm.engine.plan = lambda *asked: (plan(*asked)[0], tiers)  # type: ignore[method-assign]
+    planner = llm.engine.planner
+    plan = planner.plan
+    planner.plan = lambda *asked: replace(plan(*asked), tiers=tiers)  # type: ignore[method-assign]
 
 
 def engine_overrides(**offload: object) -> dict[str, object]:

@@ -152,10 +152,10 @@ def test_room_for_a_batch_is_room_for_the_sum_of_its_texts(
 ) -> None:
     with LLM.from_models(target, config="plain", overrides=SIZES) as llm:
         token_bytes = llm.engine.store.layout.token_bytes + llm.engine.target.hidden_size * 4
-        monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 60 * token_bytes)
+        monkeypatch.setattr("offload_rt.planning.sequence_planner.available_memory", lambda: 60 * token_bytes)
         texts, params = [byte_ids(40), byte_ids(2)], [SamplingParams(max_tokens=n) for n in (10, 8)]
         assert [len(one.tokens) for one in llm.generate(texts, params)] == [10, 8]
-        monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 0)
+        monkeypatch.setattr("offload_rt.planning.sequence_planner.available_memory", lambda: 0)
         with pytest.raises(UsageError, match="KV of 420 tokens .* of all sequences together fit"):
             llm.generate([byte_ids(400), texts[1]], params)
         assert llm.engine.store.used_bytes == 0

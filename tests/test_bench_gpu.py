@@ -190,7 +190,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.setattr(gpu_engine_checks, "usable_hardware", usable)
     monkeypatch.setattr(gpu_engine_checks, "launches", launches)
-    monkeypatch.setattr("offload_rt.engine.engine.usable_hardware", usable)
+    monkeypatch.setattr("offload_rt.planning.sequence_planner.usable_hardware", usable)
     monkeypatch.setattr(machine, "read_rate", lambda home: 10.0)
     monkeypatch.setattr(gpu_checks.triton_operators, "check", lambda *given: None)
     # Engines know that the emulation runs no kernels, whichever test asked first.

@@ -287,7 +287,7 @@ def test_contexts_share_memory_and_give_it_back(make: Make, monkeypatch: pytest.
     llm = make("retrieval", "tiers")
     store = llm.engine.store
     first, second = llm.read(TEXT[:100], 10), llm.read(OTHER[:150], 10)
-    monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 0)
+    monkeypatch.setattr("offload_rt.planning.sequence_planner.available_memory", lambda: 0)
     with pytest.raises(UsageError, match=r"the KV of 340 tokens .* beside \d\.\d GiB of open contexts: "):
         llm.read(TEXT[:200], 140)
     long = byte_ids(1000, vocabulary=ASCII)

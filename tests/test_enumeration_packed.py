@@ -132,7 +132,7 @@ def enumerated(
 
             def run(draws: Draws) -> Outcome:
                 context.rewind(len(PROMPT))
-                engine.begin(sequence, None, Continuation(Sampling(Sampler(1.0), draws), MAX_TOKENS))
+                engine.begin(sequence, sequence.plan, Continuation(Sampling(Sampler(1.0), draws), MAX_TOKENS))
                 sequence.verifier.rule = rule
                 rows, rounds = list[tuple[float, ...]](), list[tuple[int, int]]()
                 while len(rows) < count:

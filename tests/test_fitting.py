@@ -18,16 +18,16 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.sizes import GpuTier, Tiers
 from offload_rt.drafting.levels.configs import load_config
-from offload_rt.engine import engine
-from offload_rt.engine.engine import Engine
 from offload_rt.errors import UsageError
 from offload_rt.machine import inspection
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.config_shapes import from_config
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.shape import ModelShape
+from offload_rt.planning import sequence_planner
 from offload_rt.planning.placement import GPU_RESERVE_BYTES, PlanRequest
 from offload_rt.planning.planner import Plan, plan, ranked
+from offload_rt.planning.sequence_planner import SequencePlan, SequencePlanner
 from offload_rt.system.hardware import AttentionRate, Hardware, named_hardware
 
 CPU = torch.device("cpu")
@@ -60,15 +60,15 @@ def test_models_that_are_loaded_take_nothing_of_what_is_free(monkeypatch: pytest
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines plan as if their target were on a GPU, and run on the CPU."""
-    given = Engine.plan
+    given = SequencePlanner.plan
 
-    def planned(subject: Engine, *arguments: Any) -> Any:
+    def planned(planner: SequencePlanner, *arguments: Any) -> SequencePlan:
         with monkeypatch.context() as patch:
-            patch.setattr(subject.target, "device", torch.device("cuda"))
-            return given(subject, *arguments)
+            patch.setattr(planner.target, "device", torch.device("cuda"))
+            return given(planner, *arguments)
 
-    monkeypatch.setattr(Engine, "plan", planned)
-    monkeypatch.setattr(engine, "usable_hardware", lambda *given: named_hardware("rtx4090"))
+    monkeypatch.setattr(SequencePlanner, "plan", planned)
+    monkeypatch.setattr(sequence_planner, "usable_hardware", lambda *given: named_hardware("rtx4090"))
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -82,13 +82,13 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         made.append(plan(replace(request, target=LLAMA, context=80_000, new_tokens=256)))
         return made[-1:]
 
-    monkeypatch.setattr(engine, "ranked", of_a_large_one)
+    monkeypatch.setattr(sequence_planner, "ranked", of_a_large_one)
     target = tiny_target("llama-gqa")
     with LLM.from_models(target, config="retrieval", link=PacedLink(1e9)) as llm:
-        subject = llm.engine
+        subject = llm.engine.planner
         (given,) = subject.configs
-        request, shares = subject.plan(1000, 24)
-        config = request.config
+        planned = subject.plan(1000, 24)
+        config, shares = planned.config, planned.tiers
         assert (asked[0].context, asked[0].new_tokens) == (1000, 24)
         assert shares.resident_tokens > 0 and shares.cpu_tokens > 0
         decided = given
@@ -98,10 +98,10 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         assert shares.resident_tokens % config.store.page == shares.cpu_tokens % config.store.page == 0
         # What a config says is kept.
         subject.configs = (given.having("offload.resident_tokens", 512),)
-        fewer = subject.plan(1000, 24)[1]
+        fewer = subject.plan(1000, 24).tiers
         assert fewer.resident_tokens == 512 < shares.resident_tokens
         subject.configs = (subject.configs[0].having("offload.cpu_tokens", 256),)
-        fewer = subject.plan(1000, 24)[1]
+        fewer = subject.plan(1000, 24).tiers
         assert (fewer.resident_tokens, fewer.cpu_tokens) == (512, 256)
         assert len(asked) == 3, "also what is given has to fit"
 
@@ -121,12 +121,12 @@ def test_another_gpu_keeps_what_it_has_room_for(texts: int, monkeypatch: pytest.
         host = replace(named_hardware("rtx4090").host, attention=(AttentionRate(1, 1e-3),))
         return Hardware(host, (first, replace(other, to_device_rate=50.0)), measured=True)
 
-    monkeypatch.setattr(engine, "usable_hardware", hardware)
+    monkeypatch.setattr(sequence_planner, "usable_hardware", hardware)
     overrides = engine_overrides(resident_tokens=PAGE) | {"store.segment_bytes": 8192, "prefill.chunk": 64}
     links: dict[str, Any] = {"link": PacedLink(1e9), "other_links": [PacedLink(1e9)]}
     with LLM.from_models(target, config="plain", overrides=overrides, **links) as llm:
-        request, shares = llm.engine.plan(60 * PAGE + 5, 24, texts)
-        config = request.config
+        plan = llm.engine.planner.plan(60 * PAGE + 5, 24, texts)
+        config, shares = plan.config, plan.tiers
         (gpu,) = shares.gpus
         assert (shares.resident_tokens, shares.cpu_tokens) == (PAGE, 0)
         ring = config.store.ring_buffers * 32 // shape.layers
@@ -139,8 +139,8 @@ def test_links_of_no_known_rate_share_evenly() -> None:
     links: dict[str, Any] = {"link": PacedLink(1e9), "other_links": [PacedLink(1e9), PacedLink(1e9)]}
     overrides = engine_overrides(resident_tokens=32, cpu_tokens=16)
     with LLM.from_models(tiny_target("llama-gqa"), config="plain", overrides=overrides, **links) as llm:
-        assert llm.engine.plan(150, 8)[1] == Tiers(32, 16, (GpuTier(0, 32),) * 2, packed=False)
-        assert llm.engine.plan(20, 8)[1] == Tiers(32, 16, (GpuTier(),) * 2, packed=False)
+        assert llm.engine.planner.plan(150, 8).tiers == Tiers(32, 16, (GpuTier(0, 32),) * 2, packed=False)
+        assert llm.engine.planner.plan(20, 8).tiers == Tiers(32, 16, (GpuTier(),) * 2, packed=False)
     with pytest.raises(UsageError, match="attends KV in place"):
         LLM.from_models(tiny_target("llama-gqa"), config="plain", other_links=[PacedLink(1e9)])
 
@@ -160,7 +160,7 @@ def test_the_cache_is_refreshed_from_where_the_plan_says(monkeypatch: pytest.Mon
         assert request.config.offload.refresh_from == "auto"
         return [plan(request.having("offload.refresh_from", place))]
 
-    monkeypatch.setattr(engine, "ranked", decided)
+    monkeypatch.setattr(sequence_planner, "ranked", decided)
     with LLM.from_models(tiny_target("llama-gqa"), config="retrieval", link=PacedLink(1e9)) as llm:
         context = llm.read(PROMPT)
         for config in (None, "retrieval", None):
@@ -189,8 +189,8 @@ def test_sequences_of_a_batch_share_what_is_free_of_the_gpu(monkeypatch: pytest.
         return plans
 
     residents: list[int] = []
-    monkeypatch.setattr(engine, "usable_hardware", hardware)
-    monkeypatch.setattr(engine, "ranked", seen)
+    monkeypatch.setattr(sequence_planner, "usable_hardware", hardware)
+    monkeypatch.setattr(sequence_planner, "ranked", seen)
     target = tiny_target("llama-gqa")
     sizes = engine_overrides() | {"prefill.chunk": 64}
     with LLM.from_models(target, config="plain", overrides=sizes, link=PacedLink(1e9)) as llm:
@@ -213,13 +213,13 @@ def test_sequences_of_a_batch_share_what_is_free_of_the_gpu(monkeypatch: pytest.
 def test_every_continuation_is_of_the_planned_sizes(
     target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = Engine.plan
+    given = SequencePlanner.plan
 
-    def smaller(subject: Engine, *arguments: Any) -> Any:
-        config, shares = given(subject, *arguments)
-        return config.having("retrieval.budget", 48), shares
+    def smaller(planner: SequencePlanner, *arguments: Any) -> SequencePlan:
+        plan = given(planner, *arguments)
+        return replace(plan, request=plan.request.having("retrieval.budget", 48))
 
-    monkeypatch.setattr(Engine, "plan", smaller)
+    monkeypatch.setattr(SequencePlanner, "plan", smaller)
     with LLM.from_models(target, config="retrieval", overrides=SIZES, link=PacedLink(1e9)) as llm:
         context = llm.read(PROMPT)
         for config in (None, "plain", None):

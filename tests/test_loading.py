@@ -91,7 +91,7 @@ def test_on_a_gpu_the_embedding_is_in_host_memory(saved: Path, tmp_path: Path) -
             if device == "cpu":
                 context.save(file)
             found.append(context.generate((), params).tokens)
-            target, (shape, _) = llm.engine.target, llm.engine._shapes
+            target, (shape, _) = llm.engine.target, llm.engine.planner.shapes
             assert target.weight_bytes == stored_bytes(target.module) - host_bytes(target.module)
             assert shape.embedding_on_gpu == (device == "cpu")
     assert found[0] == found[1]

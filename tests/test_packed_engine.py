@@ -53,7 +53,7 @@ def outcome(llm: LLM, second: SamplingParams = HOT) -> tuple[Any, ...]:
         with context.fork() as fork:
             found.append((fork.generate((), second).tokens, 0, [], list(context.tokens)))
         layout = llm.engine.store.layout
-        assert layout.packed == (llm.engine.configs[0].store.code != "raw")
+        assert layout.packed == (llm.engine.planner.configs[0].store.code != "raw")
     return tuple(found)
 
 

@@ -139,7 +139,7 @@ def test_a_snapshot_of_an_open_stream_leaves_it_going(make: Make) -> None:
 def test_there_must_be_room_for_what_is_not_shared_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make("retrieval", "tiers")
     context = llm.read(TEXT[:200], 10)
-    monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 30 * 2**10)
+    monkeypatch.setattr("offload_rt.planning.sequence_planner.available_memory", lambda: 30 * 2**10)
     with pytest.raises(UsageError, match="the KV of 210 tokens needs"):
         llm.read(TEXT[:200], 10)
     fork = context.fork(10)
@@ -152,13 +152,13 @@ def test_there_must_be_room_for_what_is_not_shared_alone(make: Make, monkeypatch
 def test_there_must_be_room_for_means_of_what_is_shared(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make("retrieval", "tiers")
     context, layout = llm.read(TEXT[:200], 10), llm.engine.store.layout
-    means = layout.means_bytes(PAGE, *kept_means(llm.engine.configs[0])) // PAGE
+    means = layout.means_bytes(PAGE, *kept_means(llm.engine.planner.configs[0])) // PAGE
     assert means
-    monkeypatch.setattr(type(llm.engine), "_free_bytes", 0)
+    monkeypatch.setattr(type(llm.engine.planner), "_free_bytes", 0)
     room = 18 * layout.token_bytes + 210 * means + 18 * 4 * llm.engine.target.hidden_size
     for missing in (1, 0):
         monkeypatch.setattr(
-            "offload_rt.engine.engine.available_memory", lambda missing=missing: room - missing
+            "offload_rt.planning.sequence_planner.available_memory", lambda missing=missing: room - missing
         )
         if missing:
             with pytest.raises(UsageError, match="the KV of 18 tokens needs"):
@@ -216,8 +216,8 @@ def test_a_fork_that_takes_another_turn_needs_memory_of_its_own(
     llm = make("plain")
     context = llm.read(TEXT[:200], 10)
     fork = context.fork(10)
-    monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 2**16)
-    monkeypatch.setattr(type(llm.engine), "_free_bytes", 0)
+    monkeypatch.setattr("offload_rt.planning.sequence_planner.available_memory", lambda: 2**16)
+    monkeypatch.setattr(type(llm.engine.planner), "_free_bytes", 0)
     for tokens in (OTHER[:190], TEXT[:20] + OTHER[:170]):
         with pytest.raises(UsageError, match=r"the KV of \d+ tokens needs"):
             fork.update(tokens)

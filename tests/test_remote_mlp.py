@@ -118,7 +118,7 @@ def test_what_the_first_gpu_has_no_room_for_is_on_the_second(
     for devices in ((device, other_gpu(device)), (device,)):
         with monkeypatch.context() as patch:
             patch.setattr("offload_rt.api.opening.usable_hardware", usable)
-            patch.setattr("offload_rt.engine.engine.usable_hardware", usable)
+            patch.setattr("offload_rt.planning.sequence_planner.usable_hardware", usable)
             patch.setattr("offload_rt.api.opening.choose_devices", lambda names, found=devices: found)
             patch.setattr(torch.cuda, "device_count", lambda: 2)
             device_names = "auto" if len(devices) == 1 else "cuda:0,cuda:1"

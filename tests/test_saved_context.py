@@ -309,7 +309,7 @@ def test_files_that_cannot_be_loaded(
         ):
             with pytest.raises(UsageError, match=message):
                 llm.load(path)
-        monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 0)
+        monkeypatch.setattr("offload_rt.planning.sequence_planner.available_memory", lambda: 0)
         with pytest.raises(UsageError, match=r"the KV of \d+ tokens needs"):
             llm.load(saved)
         monkeypatch.undo()

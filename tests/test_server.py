@@ -449,7 +449,7 @@ def test_a_prompt_waits_for_memory_that_others_will_give_back(monkeypatch: pytes
 def test_memory_that_is_short_is_400_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as served:
         asked(served, QUESTIONS[0])
-        monkeypatch.setattr("offload_rt.engine.engine.available_memory", lambda: 0)
+        monkeypatch.setattr("offload_rt.planning.sequence_planner.available_memory", lambda: 0)
         with pytest.raises(openai.BadRequestError, match=r"needs 0.0 GiB of memory .* are available"):
             served.client().completions.create(model=NAME, prompt=BOOK[::-1] + BOOK, max_tokens=9)
         monkeypatch.undo()

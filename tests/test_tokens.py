@@ -110,7 +110,7 @@ def opened(
     params = SamplingParams(max_tokens=200, temperature=temperature, seed=1)
     with LLM.from_models(target, noisy_copy(target), config=config, overrides=SIZES | overrides) as llm:
         sequence = llm.engine.open(byte_ids(90), params.max_tokens)
-        llm.engine.begin(sequence, None, llm.continuation(params))
+        llm.engine.begin(sequence, sequence.plan, llm.continuation(params))
         setting = Setting(llm.engine, sequence)
         small = llm.engine.draft
         if small is not None:

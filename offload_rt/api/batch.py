@@ -60,7 +60,7 @@ def generate_batch(
             closing.callback(engine.close_sequence, sequence)
             if left > 1:
                 read.append(closing.enter_context(engine.snapshot(sequence)))
-            engine.begin(sequence, None, llm.continuation(wanted[at], checked[at]))
+            engine.begin(sequence, sequence.plan, llm.continuation(wanted[at], checked[at]))
             opened[at] = llm.output(sequence, wanted[at], 0)
         outputs = [opened[at] for at in range(len(sizes))]
         finish(engine, outputs)

@@ -21,6 +21,7 @@ from offload_rt.errors import UsageError
 from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.runner import CausalModel
 from offload_rt.planning.placement import check_positions
+from offload_rt.planning.sequence_planner import SequencePlan
 from offload_rt.sampling.params import SamplingParams, integer
 from offload_rt.system import clock
 from offload_rt.text.chat import ChatTemplate, Messages, checked_messages, is_messages, with_question
@@ -218,23 +219,22 @@ class Context:
             self._turn_to_use()
             self._engine.check_growth(self._sequence, len(tokens) + params.max_tokens)
             sequence, start = self._sequence, len(self._sequence.tokens)
-            if settings is not None:
-                settings = sequence.retrievable(settings)  # refused before the prompt is appended
+            plan = sequence.plan if settings is None else sequence.adapted(settings)  # before it is appended
             if tokens:
                 self._engine.read(sequence, tokens)
-            return self._begin(start, params, settings)
+            return self._begin(start, params, plan)
 
     def _begin(
         self,
         start: int,
         params: SamplingParams,
-        settings: Config | None = None,
+        plan: SequencePlan,
         on_end: Callable[[GenerationResult], object] = lambda result: None,
     ) -> TokenStream:
         """Begins to continue the context, which had `start` tokens before what it is asked for."""
         params = params.seeded()
         continuation = self.host.continuation(params, self._sequence.tokens)
-        self._engine.begin(self._sequence, settings, continuation)
+        self._engine.begin(self._sequence, plan, continuation)
         output = self.host.output(self._sequence, params, start)
         self._stream = TokenStream(self._engine, output, on_end)
         return self._stream
@@ -295,7 +295,7 @@ class Context:
         with self._engine.lock:
             self._turn_to_use()
             kept = self._update(wanted, params.max_tokens)
-            return self._begin(kept, params, on_end=partial(self._answered, asked))
+            return self._begin(kept, params, self._sequence.plan, partial(self._answered, asked))
 
     def _answered(self, asked: list[Message], result: GenerationResult) -> None:
         if result.tokens and result.finish_reason != "error":

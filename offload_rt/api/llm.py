@@ -319,7 +319,7 @@ class LLM:
             sequence = engine.open(tokens, params.max_tokens)
             with ExitStack() as failed:
                 failed.callback(engine.close_sequence, sequence)
-                engine.begin(sequence, None, self.continuation(params, tokens))
+                engine.begin(sequence, sequence.plan, self.continuation(params, tokens))
                 # Nothing that the LLM holds may hold the stream: see `_close_dropped`.
                 stream = TokenStream(
                     engine, self.output(sequence, params), lambda result: engine.close_sequence(sequence)

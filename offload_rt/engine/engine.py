@@ -6,41 +6,27 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
-from itertools import repeat
 
-from cpu_kv import CpuLink, CudaLink, ElementType, Link, PagedKVStore
+from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
 from offload_rt.attention.backends import choose_backend, use_triton
 from offload_rt.attention.page_codec import machine_codec
-from offload_rt.caches.sizes import EVERYTHING_STREAMED, GpuTier, Tiers, stored_layout
+from offload_rt.caches.sizes import Tiers, stored_layout
 from offload_rt.config.schema import Config
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import Heads
-from offload_rt.drafting.levels.base import kept_means, levels_of, possible
+from offload_rt.drafting.levels.base import levels_of, possible
+from offload_rt.drafting.shared import SharedResources
 from offload_rt.engine.batching import BatchRunner, PassThread
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.prefix import KVPrefix
-from offload_rt.engine.sequence import Continuation, Shared, TokenSequence
+from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
-from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.inventory import native_kernel
 from offload_rt.machine.recommendations import without_kernel, without_triton
-from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.cuda_graphs import GraphedModel
-from offload_rt.model.host_embedding import host_bytes
 from offload_rt.model.runner import CausalModel
-from offload_rt.model.shape import ModelShape
-from offload_rt.planning.placement import (
-    PlanRequest,
-    available,
-    check_positions,
-    check_vocabulary,
-    shared,
-)
-from offload_rt.planning.planner import Plan, comparison, ranked
-from offload_rt.planning.prices import behind_a_link
-from offload_rt.system.hardware import NO_GPU, Hardware, named_hardware
-from offload_rt.system.memory import available_memory
+from offload_rt.planning.placement import available, check_positions, check_vocabulary
+from offload_rt.planning.sequence_planner import SequencePlan, SequencePlanner
 from offload_rt.system.second_device import SecondDevice
 from offload_rt.system.timeline import NO_TIMELINE
 
@@ -59,7 +45,7 @@ class Engine:
         other_links: to other GPUs, which keep and attend a share of the KV of each sequence.
 
     Attributes:
-        configs: the planner chooses one for each sequence; without levels that need a missing draft model.
+        planner: plans each sequence, by one of the configs.
         timeline: records what runs when; it may be set before a sequence is opened.
         on_progress: called with the progress of a prefill, of saving and loading a context, and of measuring
             a machine for its first plan. A prefill in which it raises an exception leaves the sequence as it
@@ -91,23 +77,19 @@ class Engine:
         self.on_progress = on_progress
         self._on_notice = on_notice
         self._heads = Heads()
-        self.configs = tuple(
-            map(self.available, possible(configs, draft is not None, bool(target.kinds.full)))
-        )
-        self._chosen = ""
+        usable = tuple(map(self.available, possible(configs, draft is not None, bool(target.kinds.full))))
         backend = choose_backend(target.device)
         if target.device.type == "cpu" and (kernel := native_kernel()) not in ("built", "switched off"):
             on_notice(without_kernel(kernel))
-        store = self.configs[0].store
+        store = usable[0].store
         no_triton = self._check_triton(store.page) if target.device.type == "cuda" else None
         if no_triton is not None:
             on_notice(without_triton(no_triton))
-        self._triton = no_triton is None
         self._link = link or (CudaLink(target.device) if target.device.type == "cuda" else CpuLink())
         layout = target.kv_layout(store.page)
         if target.kinds.full:
             over_link = not self._link.in_place
-            layout = stored_layout(layout, store.code, over_link=over_link, triton=self._triton)
+            layout = stored_layout(layout, store.code, over_link=over_link, triton=no_triton is None)
         self.store = PagedKVStore(
             layout,
             pin=target.device.type == "cuda",
@@ -125,10 +107,17 @@ class Engine:
                 if isinstance(model, GraphedModel):
                     model.pass_running = lambda: thread.running
         self._second = SecondDevice(target.device, other_links[0]) if other_links else None
-        self._shared = Shared(
+        self._shared = SharedResources(
             *(target, draft, self.store, self._link, backend, self._other_links),
             heads=self._heads,
             second=self._second,
+        )
+        self.planner = SequencePlanner(
+            self._shared,
+            usable,
+            triton=no_triton is None,
+            on_progress=lambda *progress: self.on_progress and self.on_progress(*progress),
+            on_notice=on_notice,
         )
         self._sequences: list[TokenSequence] = []
         self.lock = threading.RLock()
@@ -182,13 +171,14 @@ class Engine:
             kept = 0 if prefix is None else prefix.begins(tokens, runner)
             shared_tokens = 0 if prefix is None else prefix.shared_tokens(kept)
             self.check_room([(len(tokens), new_tokens)], shared_tokens)
-            if tiers is None:
-                request, tiers = self.plan(len(tokens), new_tokens, sequences, shared_tokens)
-            else:
-                request = self._request(self.configs[0], len(tokens), new_tokens, self._assumed_hardware)
+            size = len(tokens), new_tokens
+            plan = (
+                self.planner.plan(*size, sequences, shared_tokens)
+                if tiers is None
+                else self.planner.placed(*size, tiers)
+            )
             shared = replace(self._shared, timeline=self.timeline)
-            room = len(tokens) + new_tokens
-            sequence = TokenSequence(shared, request, runner, room, tiers, prefix, kept)
+            sequence = TokenSequence(shared, plan, runner, sum(size), prefix, kept)
             self._sequences.append(sequence)
             try:
                 self.read(sequence, tokens[kept:])
@@ -210,16 +200,16 @@ class Engine:
             self.check_open()
             return sequence.snapshot(self.lock)
 
-    def begin(self, sequence: TokenSequence, config: Config | None, continuation: Continuation) -> None:
+    def begin(self, sequence: TokenSequence, plan: SequencePlan, continuation: Continuation) -> None:
         """Begins a continuation of a sequence.
 
         Args:
-            config: None: the one that it was planned with.
+            plan: the sequence's own, or what it `adapted` to another config.
         """
         with self.lock:
             self.check_open()
             self.stop(sequence)
-            sequence.begin(sequence.planned if config is None else config, continuation)
+            sequence.begin(plan, continuation)
 
     def rewind(self, sequence: TokenSequence, length: int) -> None:
         """Forgets the tokens of a sequence from position `length` on."""
@@ -254,129 +244,11 @@ class Engine:
             sequence.full.cancel()
             self._thread.join()
 
-    def plan(
-        self, prompt: int, new_tokens: int, sequences: int = 1, shared_tokens: int = 0
-    ) -> tuple[PlanRequest, Tiers]:
-        """Plans a sequence of so many tokens; the planner keeps what the config gives.
-
-        Args:
-            sequences: number of sequences that share a GPU's free memory.
-            shared_tokens: how many of them have their KV in the store already.
-
-        Returns:
-            The request with the config and sizes that were chosen, and where the KV lies.
-        """
-        on_gpu = self.target.device.type == "cuda"
-        request = self._request(self.configs[0], prompt, new_tokens, self._assumed_hardware)
-        if on_gpu or len(self.configs) > 1:
-            planned = self._fastest(request.context, request.new_tokens, sequences, shared_tokens)
-            request = replace(request, config=planned.request.config)
-        if self._link.in_place:
-            return request, EVERYTHING_STREAMED
-        offload, page = request.config.offload, request.config.store.page
-        resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
-        gpus: tuple[GpuTier, ...] = ()
-        if on_gpu:
-            planned.check()
-            request, placement = planned.request, planned.placement
-            gpus = tuple(
-                GpuTier(-(-gpu.resident_tokens // page) * page, gpu.streamed_tokens // page * page)
-                for gpu in placement.gpus
-            )
-            resident = -(-placement.resident_tokens // page) * page
-            if offload.cpu_tokens < 0:  # one that is given may be more than the prompt: all that follows too
-                cpu = placement.cpu_tokens // page * page
-        elif self._other_links:  # links of no known rate share evenly
-            pages = max(0, request.context - resident - cpu) // page // (1 + len(self._other_links))
-            gpus = (GpuTier(0, pages * page),) * len(self._other_links)
-        return request, Tiers(resident, cpu, gpus, request.resident.packed)
-
-    def _request(
-        self, config: Config, prompt_tokens: int, new_tokens: int, hardware: Hardware
-    ) -> PlanRequest:
-        remote = len(self.target.remote_mlps)
-        shapes = self._shapes
-        return PlanRequest(*shapes, config, prompt_tokens, new_tokens, hardware, given_remote_mlps=remote)
-
-    @cached_property
-    def _assumed_hardware(self) -> Hardware:
-        """The hardware by which passes and drafts are priced where no plan has measured any."""
-        others = len(self._other_links)
-        if self._link.in_place:
-            return named_hardware(NO_GPU)
-        if self.target.device.type == "cuda":
-            named = named_hardware("rtx4090", 1 + others)
-            return replace(named, gpus=tuple(replace(gpu, triton=self._triton) for gpu in named.gpus))
-        rate = self._link.bytes_per_second
-        return behind_a_link(None if rate is None else rate / 1e9, others)
-
-    @cached_property
-    def _shapes(self) -> tuple[ModelShape, ModelShape | None]:
-        def shape(model: CausalModel) -> ModelShape:
-            found = shape_of(model.module, ElementType.of(model.dtype), model.name)
-            return replace(found, embedding_on_gpu=not host_bytes(model.module))
-
-        return shape(self.target), None if self.draft is None else shape(self.draft)
-
-    def _fastest(self, prompt_tokens: int, new_tokens: int, sequences: int, shared_tokens: int) -> Plan:
-        """Returns the fastest plan for such a sequence; a notice names the composition that was chosen."""
-        loaded = sum(model.weight_bytes for model in (self.target, self.draft) if model is not None)
-        loaded += self._heads.weight_bytes
-        loaded += self._shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
-        remote_mlps = self.target.remote_mlps  # on the first of the other GPUs
-        there = sum(block.weight_bytes for block in remote_mlps)
-        copies = sum(one.remote_blocks.weight_bytes for one in (self.target, self.draft) if one is not None)
-        others = [(link.device, 0 if at else there + copies) for at, link in enumerate(self._other_links)]
-        hardware = usable_hardware(self.target.device, loaded - there, self.on_progress, others)
-        host, held = hardware.host, self._free_bytes + shared_tokens * self.store.layout.stored_token_bytes
-        held += sum(host_bytes(model.module) for model in (self.target, self.draft) if model is not None)
-        host = replace(host, memory_bytes=host.memory_bytes + held, lockable_bytes=host.lockable_bytes + held)
-        hardware = replace(hardware, host=host)
-        if sequences > 1:
-            weights = loaded - there, *(size for _, size in others)
-            hardware = replace(hardware, gpus=tuple(map(shared, hardware.gpus, repeat(sequences), weights)))
-        plans = ranked(self._request(config, prompt_tokens, new_tokens, hardware) for config in self.configs)
-        chosen = plans[0].request.config.name
-        if len(plans) > 1 and plans[0].fits and chosen != self._chosen:
-            self._on_notice(f"config auto: {comparison(plans)}")
-            self._chosen = chosen
-        return plans[0]
-
-    @property
-    def _free_bytes(self) -> int:
-        """Bytes that the store has allocated and holds no KV in: they are used again."""
-        return self.store.reserved_bytes - self.store.used_bytes
-
     def check_room(self, sizes: Sequence[tuple[int, int]], shared_tokens: int = 0) -> None:
-        """Refuses sequences that exceed the model's positions, or together the memory.
-
-        Args:
-            sizes: tokens of each prompt, and new ones.
-            shared_tokens: how many of them have their KV in the store already; each sequence keeps its own
-                means of it.
-        """
-        self.check_open()
-        for prompt_tokens, new_tokens in sizes:
-            check_positions(self.target, prompt_tokens, new_tokens)
-        total = sum(map(sum, sizes)) - shared_tokens
-        layout = self.store.layout
-        page = layout.page_size
-        means = max(layout.means_bytes(page, *kept_means(config)) for config in self.configs) // page
-        token_bytes = layout.stored_token_bytes + means
-        if self.target.device.type == "cpu":
-            token_bytes += self.target.hidden_size * self.target.dtype.itemsize  # the prompt's hidden states
-        # What the store has free is used again before more is asked for.
+        """Refuses sequences for which there is no room together; see `SequencePlanner.check_room`."""
         with self.lock:
-            available = max(0, available_memory() + self._free_bytes - shared_tokens * means)
-            used = self.store.used_bytes
-            others = f", beside {used / 2**30:.1f} GiB of open contexts" if used else ""
-        needed = total * token_bytes
-        if needed > available:
-            fits = "the longest context that fits is" if len(sizes) == 1 else "of all sequences together fit"
-            raise UsageError(
-                f"the KV of {total} tokens needs {needed / 2**30:.1f} GiB of memory and "
-                f"{available / 2**30:.1f} GiB are available{others}: {fits} {available // token_bytes} tokens"
-            )
+            self.check_open()
+            self.planner.check_room(sizes, shared_tokens)
 
     def check_growth(self, sequence: TokenSequence, tokens: int, kept: int | None = None) -> None:
         """Refuses so many more tokens of an open sequence where they exceed positions or memory.

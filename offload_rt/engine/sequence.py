@@ -5,25 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass
 
 import torch
 
-from cpu_kv import Link, PagedKVStore, TransferCounters, TransferEngine
-from offload_rt.attention.backends import AttentionBackend
+from cpu_kv import Link, TransferCounters, TransferEngine
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.local import LocalState
 from offload_rt.caches.remote import CpuAttention, GpuAttention, RemoteAttention
 from offload_rt.caches.selection import LAST_QUERIES
-from offload_rt.caches.sizes import EVERYTHING_STREAMED, Tiers
 from offload_rt.caches.split import SplitCache
 from offload_rt.config.schema import Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
-from offload_rt.drafting.head_drafter import Heads
 from offload_rt.drafting.levels.base import Resources, kept_means, levels_of
 from offload_rt.drafting.levels.compose import compose
+from offload_rt.drafting.shared import SharedResources
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.batching import run_alone
 from offload_rt.engine.controller import RoundTimes, SpeculationController
@@ -31,37 +28,8 @@ from offload_rt.engine.prefill import Progress, prefill
 from offload_rt.engine.prefix import KVPrefix
 from offload_rt.errors import UsageError
 from offload_rt.model.runner import CausalModel
-from offload_rt.planning.placement import PlanRequest
-from offload_rt.planning.planner import with_budget
-from offload_rt.planning.prices import Prices
+from offload_rt.planning.sequence_planner import SequencePlan
 from offload_rt.system import clock
-from offload_rt.system.second_device import SecondDevice
-from offload_rt.system.timeline import NO_TIMELINE, Timeline
-
-PLANNED = {"offload.refresh_from": "auto", "retrieval.bits": "auto", "offload.group_devices": 0}
-"""Keys that are as planned where a config leaves them open, with the values that do."""
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Resources that all sequences of an engine share.
-
-    Attributes:
-        link: to the device where the target is.
-        other_links: to other GPUs, which keep and attend a share of the KV.
-        second: the first of them, which may run attention blocks of layers in groups.
-    """
-
-    target: CausalModel
-    draft: CausalModel | None
-    store: PagedKVStore
-    link: Link
-    backend: AttentionBackend
-    other_links: Sequence[Link] = ()
-    timeline: Timeline = NO_TIMELINE
-    pool: BufferPool = field(default_factory=BufferPool)
-    heads: Heads = field(default_factory=Heads)
-    second: SecondDevice | None = None
 
 
 @dataclass(frozen=True)
@@ -80,11 +48,9 @@ class TokenSequence:
     """A sequence of tokens with its KV, caches and composition, from its first token to `close`.
 
     Args:
-        request: models, the config by which the sequence is read, whose keys for prefill and store hold from
-            here on, and the machine by which passes and drafts are priced.
+        plan: where its KV lies, and how it is read and continued.
         target: the runner for sequences of this length.
         room: tokens that there should be room for.
-        tiers: number of tokens in each tier but the streamed one.
         prefix: it begins with tokens of this prefix, and their KV; None: it is empty.
         kept: how many.
 
@@ -104,18 +70,15 @@ class TokenSequence:
 
     def __init__(
         self,
-        shared: Shared,
-        request: PlanRequest,
+        shared: SharedResources,
+        plan: SequencePlan,
         target: CausalModel,
         room: int,
-        tiers: Tiers = EVERYTHING_STREAMED,
         prefix: KVPrefix | None = None,
         kept: int = 0,
     ) -> None:
-        self.tiers = tiers
-        self._request = request = replace(request, config=self._with_budget(request, request.config))
-        self.config = config = request.config
-        self.planned = config  # stays when another config continues the sequence
+        self.plan = plan
+        self.config, tiers = plan.config, plan.tiers
         self.tokens: list[int] = [] if prefix is None else prefix.tokens[:kept]
         self.start = 0
         self.read_tokens = 0
@@ -129,9 +92,9 @@ class TokenSequence:
         self._consumed = True  # a continuation has counted `read_tokens`
         self._caches: list[BoundedCache | SplitCache] = []
         if prefix is None:
-            self._kv = shared.store.new_sequence(*kept_means(config))
+            self._kv = shared.store.new_sequence(*kept_means(plan.config))
         else:
-            self._kv = prefix.kv.fork(prefix.verified_length(kept), *kept_means(config))
+            self._kv = prefix.kv.fork(prefix.verified_length(kept), *kept_means(plan.config))
         with ExitStack() as closing:
             closing.callback(self._release_caches)
             closing.callback(self._kv.close)
@@ -167,8 +130,8 @@ class TokenSequence:
         segment_tokens = layout.segment_tokens(store.segment_bytes, self._kv.reserved_tokens)
         return TransferEngine(self._kv, link, segment_tokens=segment_tokens, ring_buffers=store.ring_buffers)
 
-    def _compose(self, config: Config, continuation: Continuation) -> None:
-        shared = self._shared
+    def _compose(self, plan: SequencePlan, continuation: Continuation) -> None:
+        shared, config = self._shared, plan.config
         self.config, self._continuation = config, continuation
         self._release_caches()
         self.full.derived.clear()
@@ -187,13 +150,12 @@ class TokenSequence:
         self.verifier = compose(made)
         shared.pool.drop_free()
         levels = levels_of(config)
-        request = replace(self._request, config=config, context=len(self.tokens), new_tokens=0)
         # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
         overlaps = bool(levels) and levels[-1].guesses and not shared.link.in_place
         self.controller = SpeculationController(
-            Prices(request, self.tiers),
-            request.drafts,
-            request.acceptance,
+            (costs := plan.costs(len(self.tokens))),
+            costs.request.drafts,
+            costs.request.acceptance,
             ahead=config.offload.ahead if overlaps else 0,
             step_down=config.speculation.step_down,
             # Which random numbers are drawn depends on how much is drafted, and a seed repeats its tokens.
@@ -231,7 +193,7 @@ class TokenSequence:
         """Prefills the tokens that the full cache lacks, but for the last one."""
         missing = self.tokens[self.full.verified_length : -1]
         if missing:
-            prefill(self.target, self.full, missing, self.planned.prefill.chunk, progress)
+            prefill(self.target, self.full, missing, self.plan.config.prefill.chunk, progress)
             if self.target.device.type == "cuda":
                 # What the prefill needed must not stay cached for its stream: others need it from here on.
                 torch.cuda.empty_cache()
@@ -244,7 +206,7 @@ class TokenSequence:
         if not self.full.whole:  # a step was interrupted
             self.full.rewind(length)
             length = self.full.verified_length
-        kv = self._kv.fork(length, *kept_means(self.planned))
+        kv = self._kv.fork(length, *kept_means(self.plan.config))
         return KVPrefix(list(self.tokens), kv, self.full.points(length), self.target, lock)
 
     def rewind(self, length: int) -> None:
@@ -253,18 +215,18 @@ class TokenSequence:
         self.full.rewind(min(self.full.verified_length, max(0, length - 1)))
 
     @torch.inference_mode()
-    def begin(self, config: Config, continuation: Continuation) -> None:
+    def begin(self, plan: SequencePlan, continuation: Continuation) -> None:
         """Begins a continuation of the sequence, by a composition over its full cache.
 
-        Counters of transfers are those of this continuation from here on; the keys of `config` for prefill
-        and store come too late.
+        Counters of transfers are those of this continuation from here on.
+
+        Args:
+            plan: the sequence's own, or `adapted` to another config.
 
         Raises:
-            UsageError: `config` retrieves in chunks that do not divide the sequence's pages; or see
-                `check_length`.
+            UsageError: see `check_length`.
         """
         self.check_length(len(self.tokens) + continuation.max_tokens)
-        config = self.retrievable(config)
         started = clock.now()
         if self._consumed:
             self.read_tokens, self.read_ms = 0, 0.0
@@ -275,11 +237,11 @@ class TokenSequence:
         if lost and self.target.kinds.full:
             self.full.rewind(max(0, self.full.verified_length - LAST_QUERIES))
         self._read()
-        self._kv.keep_means(*kept_means(config))
+        self._kv.keep_means(*kept_means(plan.config))
         self.start = len(self.tokens)
         for engine in self._engines:
             engine.counters = TransferCounters()
-        self._compose(config, continuation)
+        self._compose(plan, continuation)
         self.take_prompt()
         self.read_ms += 1e3 * (clock.now() - started)
 
@@ -315,7 +277,7 @@ class TokenSequence:
     @property
     def placement(self) -> dict[str, int]:
         """Number of tokens of each layer by tier; the last page is on the device until it is full."""
-        page, tiers = self._kv.layout.page_size, self.tiers
+        page, tiers = self._kv.layout.page_size, self.plan.tiers
         left = max(0, len(self.tokens) - 1) // page * page
         placed = {}
         for name, most in (
@@ -370,29 +332,15 @@ class TokenSequence:
         if self.engine.link.in_place:
             self.engine.flush()  # so that the store counts all tokens
 
-    def retrievable(self, config: Config) -> Config:
-        """Returns `config` as it can retrieve from this sequence. Raises UsageError where it cannot."""
-        if config is self.planned:
-            return config
-        for key, open_value in PLANNED.items():  # there is room for what was planned
-            if config.value(key) == open_value:
-                config = config.having(key, self.planned.value(key))
+    def adapted(self, config: Config) -> SequencePlan:
+        """Returns the sequence's plan for another config.
+
+        Raises:
+            UsageError: it retrieves in chunks that do not divide the sequence's pages.
+        """
         for level in levels_of(config):
             level.check_page(self._kv.layout.page_size)
-        budget = self.planned.retrieval.budget
-        if config.retrieval.budget == 0 and budget >= config.retrieval.always_held:
-            return config.having("retrieval.budget", budget)
-        return self._with_budget(self._request, config)
-
-    def _with_budget(self, request: PlanRequest, config: Config) -> Config:
-        """Returns `config` with the number of retrieved entries that is fastest with these tiers."""
-        if not replace(request, config=config).chooses_budget:
-            return config
-        placed = replace(config, store=request.config.store)
-        placed = placed.having("offload.resident_tokens", self.tiers.resident_tokens)
-        placed = placed.having("offload.cpu_tokens", self.tiers.cpu_tokens)
-        budget = with_budget(replace(request, config=placed)).config.retrieval.budget
-        return config.having("retrieval.budget", budget)
+        return self.plan.adapted(config)
 
     def close(self) -> None:
         """Gives the KV back. Idempotent."""

@@ -402,7 +402,7 @@ def _gpu_reserve(gpu: Gpu) -> int:
     return max(GPU_RESERVE_BYTES, int(RESERVE_SHARE * gpu.memory_bytes))
 
 
-def shared(gpu: Gpu, sequences: int, loaded_bytes: int) -> Gpu:
+def shared_gpu(gpu: Gpu, sequences: int, loaded_bytes: int) -> Gpu:
     """Returns a GPU as one of several sequences sees it: they share what is free beside the models."""
     common = loaded_bytes + _gpu_reserve(gpu)
     memory = common + max(0, gpu.memory_bytes - common) // sequences

@@ -21,12 +21,12 @@ class Prices:
     """Predicted times of passes and drafts of one composition over one sequence at any length.
 
     Args:
-        request: the composition, models and machine.
+        request: the composition, models and machine; its context is the length that is priced first.
         tiers: where the sequence's KV lies.
     """
 
     def __init__(self, request: PlanRequest, tiers: Tiers) -> None:
-        self._request = request
+        self.request = request
         self._tiers = tiers
         self._found: dict[tuple[object, ...], tuple[float, float, Predictor]] = {}
 
@@ -46,8 +46,8 @@ class Prices:
         step = round(math.log(max(1, length), LENGTH_STEP))
         key = step, shape.kind, shape.depth, shape.widths, shape.nodes
         if key not in self._found:
-            priced = max(1, min(round(LENGTH_STEP**step), self._request.target.max_positions))
-            predictor = Predictor(replace(self._request, context=priced, new_tokens=0))
+            priced = max(1, min(round(LENGTH_STEP**step), self.request.target.max_positions))
+            predictor = Predictor(replace(self.request, context=priced, new_tokens=0))
             verification = predictor.verification(self._placement(priced), shape)
             self._found[key] = verification.ms, predictor.draft(shape).ms, predictor
         return self._found[key]
@@ -64,8 +64,8 @@ class Prices:
             streamed = min(left - kept, gpu.streamed_tokens)
             gpus.append(GpuTier(kept, streamed))
             left -= kept + streamed
-        packed = tiers.packed and self._request.stored.packed
-        return Placement(resident, cpu, left, self._request.target, tuple(gpus), packed)
+        packed = tiers.packed and self.request.stored.packed
+        return Placement(resident, cpu, left, self.request.target, tuple(gpus), packed)
 
 
 @lru_cache

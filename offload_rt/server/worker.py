@@ -233,7 +233,7 @@ class Worker:
             failed.callback(engine.close_sequence, sequence)
             # Kept at once, so that requests that come meanwhile share it.
             self._prefixes.add(engine.snapshot(sequence))
-            engine.begin(sequence, None, llm.continuation(params, job.tokens))
+            engine.begin(sequence, sequence.plan, llm.continuation(params, job.tokens))
             output = llm.output(sequence, params, 0)
             failed.pop_all()
         self._metrics.prompt(len(job.tokens), job.cached)
