@@ -275,7 +275,7 @@ def test_drafts_over_full_kv_or_retrieved_kv_concern_full_layers() -> None:
     (level,) = rates.request.levels
     running = QWEN.running(LayerOrder.parse("skip:0,3", 32) or LayerOrder.whole(32))
     alone = rates.step(running, 1).busy_ms
-    assert level.step(rates, 1).busy_ms == pytest.approx(alone + attending * 7 / 8)
+    assert level.pass_cost(rates, 1).busy_ms == pytest.approx(alone + attending * 7 / 8)
     # Chunks of full layers alone are chosen.
     rates = predictor({"model": "target", "cache": "retrieved"}, Hardware(HOST, (), measured=True))
     (level,) = rates.request.levels
@@ -284,7 +284,7 @@ def test_drafts_over_full_kv_or_retrieved_kv_concern_full_layers() -> None:
     # Of the chosen chunks 23 % are replaced; the window always is.
     moved = retrieval.recent + 0.23 * (retrieval.budget - retrieval.recent)
     copying = 2 * HOST.read_ms(moved * QWEN.token_bytes)
-    assert level.refresh(rates, 4.0, 0.0)[1] == pytest.approx(choosing + copying)
+    assert level.refresh_cost(rates, 4.0, 0.0)[1] == pytest.approx(choosing + copying)
 
 
 def test_a_prompt_is_attended_within_windows() -> None:

@@ -181,7 +181,7 @@ def test_quantised_chunks_take_half_or_a_quarter_of_the_memory_and_of_the_reads(
     for size, codes in zip(sizes[1:], (2, 4), strict=True):
         ranges = 16_384 * LLAMA.layers * LLAMA.kv_heads * (4 * LLAMA.head_dim // 32 + 4)
         assert size == 2 * (16_384 * token // codes + ranges) + beside
-    steps = [one.levels[-1].step(Predictor(one), 1).ms for one in (exact, eight, four)]
+    steps = [one.levels[-1].pass_cost(Predictor(one), 1).ms for one in (exact, eight, four)]
     assert steps[0] > steps[1] > steps[2]
     # Where nothing is said, eight bits on a GPU, and what is there in place.
     for hardware, bits in ((DESKTOP, 8), (Hardware(HOST, (), measured=True), 16)):

@@ -214,13 +214,13 @@ class Predictor:
         if not shape.depth:
             return Cost()
         if len(levels) == 1:  # several nodes a step
-            first = levels[0].step(self, shape.per_pass, first=True)
-            return first + levels[0].step(self, shape.per_pass) * (shape.depth - 1)
+            first = levels[0].pass_cost(self, shape.per_pass, first=True)
+            return first + levels[0].pass_cost(self, shape.per_pass) * (shape.depth - 1)
         gamma, token = self.request.speculation.gamma1, Cost()
         yielded = 1.0  # tokens of a step of a level, which verifies what the level below it drafts
         for index, level in enumerate(levels):
             below = gamma if index else 0
-            token = (level.step(self, below + 1) + token * below) * (1 / yielded)
+            token = (level.pass_cost(self, below + 1) + token * below) * (1 / yielded)
             yielded = expected_tokens(level.acceptance(self.request), gamma)
         return token * shape.size
 
@@ -233,7 +233,7 @@ class Predictor:
                 self._ahead_ms[key] = [count * draft for count in range(1, outcomes + 1)]
             else:
                 level = self.request.levels[0]
-                first, later = level.step(self, outcomes, first=True), level.step(self, outcomes)
+                first, later = level.pass_cost(self, outcomes, first=True), level.pass_cost(self, outcomes)
                 self._ahead_ms[key] = outcomes * [(first + later * (shape.depth - 1)).ms]
         return self._ahead_ms[key]
 
@@ -376,8 +376,8 @@ class Predictor:
 
     def _refresh(self, placement: Placement, tokens: float) -> tuple[float, float]:
         """Returns the share of rounds that refresh a cache, and by how many ms such a round is longer."""
-        apart = placement.cpu_tokens + sum(tier.tokens for tier in placement.gpus)
-        found = [level.refresh(self, tokens, apart / self.request.context) for level in self.request.levels]
+        apart = (placement.cpu_tokens + sum(tier.tokens for tier in placement.gpus)) / self.request.context
+        found = [level.refresh_cost(self, tokens, apart) for level in self.request.levels]
         return max(found, default=(0.0, 0.0))
 
     def busy_ms(self, verification: PassTime) -> float:

@@ -239,7 +239,7 @@ class Level(ABC):
         """Returns its order of groups of layers on two devices; None: it has no groups that could be."""
         return None
 
-    def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
+    def pass_cost(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
         """Returns the cost of one pass over `queries` tokens.
 
         Args:
@@ -247,7 +247,7 @@ class Level(ABC):
         """
         return Cost()
 
-    def refresh(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
+    def refresh_cost(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
         """Returns how often its cache is refreshed while decoding, and what that costs.
 
         Args:

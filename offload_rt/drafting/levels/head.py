@@ -31,7 +31,7 @@ class HeadLevel(Level):
         head = head_shape(sizes.target)  # its output head is the target's own
         return {"head_weights": head.weight_bytes - head.embedding_parameters * head.dtype.itemsize}
 
-    def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
+    def pass_cost(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
         return rates.step(head_shape(rates.request.target), queries)
 
     def drafter(

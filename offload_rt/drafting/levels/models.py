@@ -93,7 +93,7 @@ class ModelLevel(Level):
     def acceptance(self, sizes: Sizes | None = None) -> float:
         return SAME_MODEL_ACCEPTANCE if sizes is None else sizes.same_model_acceptance
 
-    def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
+    def pass_cost(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
         sizes, order = rates.request, self._on_two(rates.request)
         if order is None:
             return rates.step(self.running(sizes, first), queries, self._seen(sizes), graph=True)
@@ -343,7 +343,7 @@ class RetrievedLevel(ModelLevel):
         one = size.nbytes(layout, means)
         return buffers * one + size.staging_bytes(layout)
 
-    def refresh(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
+    def refresh_cost(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
         sizes, retrieval, target = rates.request, self.config.retrieval, rates.request.target
         everything = sizes.context + sizes.new_tokens <= retrieval.budget
         # How often acceptance falls too low is not known beforehand.
@@ -421,7 +421,7 @@ class SharedLevel(ModelLevel):
     def memory(self, sizes: Sizes) -> Memory:
         return {"shared_cache": shared_bytes(sizes.target.layout(self.config.store.page))}
 
-    def step(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
+    def pass_cost(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
         sizes = rates.request
         shape = self.running(sizes, first)
         whole = max(1, sizes.target.paged_layers)
