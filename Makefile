@@ -8,8 +8,10 @@ PEERS := .venv-peers
 CUDA_PEERS := transformers:dynamic,transformers:static,transformers:offloaded,zero_style:rebuilt,ours:plain,ours:retrieval,ours:triforce
 SHAPES := llama2-7b llama3.1-8b qwen2.5-7b
 # They need no package beyond torch, transformers, Triton, pytest, pytest-xdist, hypothesis and platformdirs.
-GPU_TESTS := tests/cpu_kv $(addprefix tests/test_,$(addsuffix .py,attention caches context graphs host local_layers \
-  packed_engine penalties prefix remote_mlp resident saved_context streaming_engine two_devices))
+GPU_TESTS := tests/cpu_kv $(patsubst %,tests/%.py,api/test_context api/test_prefix api/test_saved_context \
+  attention/test_attention caches/test_caches caches/test_resident drafting/test_penalties engine/test_host \
+  engine/test_local_layers engine/test_packed_engine engine/test_streaming_engine model/test_graphs \
+  model/test_remote_mlp model/test_two_devices)
 RANDOM_ON_CUDA := --device cuda --acceptance 0.8,0.92,0.97 --model random
 
 .PHONY: install demo test lint bench bench-peers gpu gpu-quick gpu-7b clean
@@ -30,7 +32,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 	EMULATED_CUDA=late $(BIN)/python -m pytest -n auto --dist worksteal -m gpu
 	EMULATED_CUDA=random $(BIN)/python -m pytest -m gpu tests/cpu_kv
-	EMULATED_CUDA=late EMULATED_GPUS=1 $(BIN)/python -m pytest -m gpu tests/test_packed_engine.py -k triforce
+	EMULATED_CUDA=late EMULATED_GPUS=1 $(BIN)/python -m pytest -m gpu tests/engine/test_packed_engine.py -k triforce
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -22,9 +22,9 @@ EMULATED_CUDA = "EMULATED_CUDA" in os.environ
 if not EMULATED_CUDA and not has_nvidia_driver():
     os.environ["TRITON_INTERPRET"] = "1"
 if EMULATED_CUDA:
-    import emulated_cuda
+    from emulated import cuda
 
-    emulated_cuda.install(os.environ["EMULATED_CUDA"])
+    cuda.install(os.environ["EMULATED_CUDA"])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

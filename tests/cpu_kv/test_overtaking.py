@@ -11,7 +11,7 @@ from time import perf_counter
 
 import pytest
 import torch
-from emulated_gpu import EMULATED, GPUS
+from emulated.gpu import EMULATED, GPUS
 
 from cpu_kv import CudaLink, KVLayout, PagedKVStore, TransferEngine, cuda_link
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_gpu import GPUS
+from emulated.gpu import GPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule

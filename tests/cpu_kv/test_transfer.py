@@ -12,7 +12,7 @@ from operator import methodcaller
 
 import pytest
 import torch
-from emulated_gpu import EMULATED
+from emulated.gpu import EMULATED
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule

@@ -4,7 +4,7 @@ Work is put into the queue of a stream, as on a GPU, and computed once something
 last moment and no more than needed, `soon` at once, `random` anywhere between. `engine` runs it in the order
 of a virtual clock, with one copy engine for each direction of a device, which ignores priorities: it goes on
 with the stream that it serves as long as that stream's next copy is ready. Memory that has not been computed
-yet, or that was given back, is NaN (or a number far out of range). `emulated_cuda` brings torch to run on it.
+yet, or that was given back, is NaN (or a number far out of range). `emulated.cuda` brings torch to run on it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from emulated_allocator import Block, CachingAllocator
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from emulated.allocator import Block, CachingAllocator
 
 EMULATED = "EMULATED_CUDA" in os.environ
 """Whether the tests run on it; its value is one of `SCHEDULES`."""

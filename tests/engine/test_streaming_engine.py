@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_gpu import EMULATED
+from emulated.gpu import EMULATED
 from small_engine import (
     CONFIGS,
     CPU,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_gpu import DEFAULT_STREAMS, Piece, Stream
+from emulated.gpu import DEFAULT_STREAMS, Piece, Stream
 from small_engine import CPU, CUDA, PROMPT, engine_overrides, link_to, other_gpu
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor

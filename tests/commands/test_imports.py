@@ -85,6 +85,6 @@ def test_a_plan_for_named_models_and_cards_imports_neither(command: list[str], s
 
 def ended_command(command: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
     """Runs a command without network; its last line is the exit code, and which of both it imported."""
-    environment = {**os.environ, **UNREACHABLE, **settings, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, **UNREACHABLE, **settings, "PYTHONPATH": str(Path(__file__).parents[2])}
     run = [sys.executable, "-c", PROGRAM, *command]
     return subprocess.run(run, capture_output=True, text=True, env=environment, timeout=60)

@@ -22,7 +22,7 @@ from offload_rt.sampling.params import SamplingParams
 from offload_rt.system import installation
 from offload_rt.system.installation import install_extra, pip_install
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMIT = "4d7ae0d8d0c3ae3b5b3b3fc9b3ed0a2a34f3ac53"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from bench_setup import SMALL, SMALLER, Inside, bench_main, records
-from emulated_gpu import EMULATED, GPUS, PINNED
+from emulated.gpu import EMULATED, GPUS, PINNED
 
 from bench import (
     cases,

@@ -1,4 +1,4 @@
-"""torch on emulated CUDA devices (`emulated_gpu`), so that tests marked `gpu` run without one.
+"""torch on emulated CUDA devices (`emulated.gpu`), so that tests marked `gpu` run without one.
 
 Every operation on a tensor of a device is put into the queue of that device's current stream, as on a GPU,
 and computed there by torch's CPU kernels. So a missing event, a buffer that is reused too early, a result
@@ -29,7 +29,11 @@ from typing import Any, ClassVar
 import torch
 import torch.utils._device
 import torch.utils.dlpack
-from emulated_gpu import (
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cpu_kv.packed import PackedSide
+from emulated.gpu import (
     CUDA,
     DEVICES,
     GPUS,
@@ -60,10 +64,6 @@ from emulated_gpu import (
     set_stream,
     spoil,
 )
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from cpu_kv.packed import PackedSide
 
 _CPU = torch.device("cpu")
 _GUARD = """

@@ -580,7 +580,7 @@ def test_json_into_a_device_leaves_the_device(run: Run) -> None:
     assert not Path(os.devnull).is_file()
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_command_line_is_read_without_torch() -> None:

@@ -17,7 +17,7 @@ import bench.__main__ as bench_line
 from offload_rt.commands import cli
 from offload_rt.machine.cuda import no_cuda_device
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NO_BUILD = AssertionError("Torch not compiled with CUDA enabled")
 NO_DRIVER = RuntimeError("Found no NVIDIA driver on your system.\nmore")
 OLD_DRIVER = RuntimeError("The NVIDIA driver on your system is too old (found version 12040).")

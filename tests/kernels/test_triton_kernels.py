@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_gpu import EMULATED
+from emulated.gpu import EMULATED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

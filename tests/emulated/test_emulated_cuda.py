@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from emulated_gpu import CUDA, DEVICES, EMULATED, GPUS, MEMORY
 from small_engine import PROMPT, again
 from test_streaming_engine import small_llm
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from cpu_kv import CopyFailed
 from cpu_kv.cuda_link import _CudaEvent
 from cpu_kv.mapped import MappedBuffer
+from emulated.gpu import CUDA, DEVICES, EMULATED, GPUS, MEMORY
 from offload_rt import SamplingParams
 from offload_rt.caches.full import FullCache
 from offload_rt.model.runner import NotANumber

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_gpu import EMULATED, GPUS
+from emulated.gpu import EMULATED, GPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recording import RecordingCapture

@@ -18,7 +18,7 @@ from tiny_models import real_text, tiny_target
 from offload_rt.api.sessions import SessionFolder
 from offload_rt.commands import cli
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_it_serves_until_sigterm_and_finishes_and_saves_what_runs(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from offload_rt.drafting.levels.base import LEVELS, possible
 from offload_rt.drafting.levels.configs import load_config, load_configs
 from offload_rt.errors import UsageError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 COMPOSITIONS = {
     "easyspec": ("draft:streaming",),

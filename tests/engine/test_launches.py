@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_gpu import EMULATED, GPUS
+from emulated.gpu import EMULATED, GPUS
 from small_engine import CUDA, engine_overrides, place
 from tiny_models import byte_ids, random_model
 from torch import Tensor

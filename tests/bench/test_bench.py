@@ -58,7 +58,7 @@ def test_help_does_not_import_torch() -> None:
 
 
 def test_commands_in_the_documents_parse(monkeypatch: pytest.MonkeyPatch) -> None:
-    root, given = Path(__file__).parents[1], list[Namespace]()
+    root, given = Path(__file__).parents[2], list[Namespace]()
     texts = [(root / name).read_text() for name in ("README.md", "docs/measurements.md", "Makefile")]
     lines = "\n".join(texts).replace("\\\n", "")
     found = re.findall(r"(?:python -m |')bench ([a-z][^`'\n]*)", lines)

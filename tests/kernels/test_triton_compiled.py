@@ -14,10 +14,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import emulated_cuda
 import pytest
 import torch
-from emulated_gpu import EMULATED
+from emulated import cuda as emulated_cuda
+from emulated.gpu import EMULATED
 from small_engine import CUDA, engine_overrides, place
 from tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor

@@ -1,0 +1,1 @@
+"""Two CUDA devices emulated on the CPU, so that tests marked `gpu` run without one."""
