@@ -18,6 +18,7 @@ COMMANDS = {
     "tokens": ("equal_tokens", "greedy tokens beside those of transformers on real text"),
     "rollback": ("rollback", "ways to return recurrent states to the accepted tokens"),
     "pages": ("pages", "packed pages: bits a value, rates of packing, and passes over a link"),
+    "search-skips": ("search_skips", "finds the layers to skip while drafting (Draft & Verify)"),
     "gpu": ("gpu", "checks that need a CUDA device"),
 }
 """Modules of this package, and what each command measures. A module has `add_arguments` and `run`."""

@@ -23,7 +23,6 @@ from offload_rt.commands import (
     generate,
     models,
     plan,
-    search_skips,
     serve,
     sessions,
 )
@@ -34,7 +33,7 @@ from offload_rt.errors import UsageError
 
 COMMANDS = (
     *(demo, ask, chat, serve, generate, models, plan, doctor),
-    *(sessions, datastore, search_skips, config, completion),
+    *(sessions, datastore, config, completion),
 )
 FIRST_STEPS = """\
 to begin:

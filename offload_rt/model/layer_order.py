@@ -96,7 +96,7 @@ class LayerOrder:
             if int(number) >= layers:
                 raise UsageError(
                     f"layers {text!r}: layer {number} does not exist in a model of {layers} layers, 0 to"
-                    f" {layers - 1}; offload-rt search-skips finds which of its own to skip"
+                    f" {layers - 1}; python -m bench search-skips finds which of its own to skip"
                 )
             if which != "m":
                 attention.add(int(number))

@@ -59,7 +59,8 @@ def test_help_does_not_import_torch() -> None:
 
 def test_commands_in_the_documents_parse(monkeypatch: pytest.MonkeyPatch) -> None:
     root, given = Path(__file__).parents[2], list[Namespace]()
-    texts = [(root / name).read_text() for name in ("README.md", "docs/measurements.md", "Makefile")]
+    names = "README.md", "docs/measurements.md", "docs/usage.md", "Makefile"
+    texts = [(root / name).read_text() for name in names]
     lines = "\n".join(texts).replace("\\\n", "")
     found = re.findall(r"(?:python -m |')bench ([a-z][^`'\n]*)", lines)
     assert {words.split()[0] for words in found} == set(COMMANDS)

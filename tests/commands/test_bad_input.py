@@ -284,20 +284,6 @@ TABLE = [
         "generate --model F/model --prompt a --config F/skips.toml",
         "layers 'skip:30a': layer 30 does not exist in a model of 2 layers, 0 to 1",
     ),
-    # Searches.
-    ("search-skips --minutes 0", "'0' is not an integer of at least 1"),
-    ("search-skips -n 0 -o F/new", "max-tokens 0 is out of range"),
-    ("search-skips -o F", "is a folder; name a file in it"),
-    ("search-skips -o F/empty.txt", "empty.txt: exists; name another file, or remove it"),
-    ("search-skips -o F/no/new", "its folder does not exist"),
-    (
-        "search-skips -o F/new --config auto",
-        "--config auto: selects among several configurations; name one in which",
-    ),
-    ("search-skips -o F/new --config plain", "--config plain: has no level in which the target drafts"),
-    ("search-skips -o F/new --config naive", "--config naive: has no level in which the target drafts"),
-    ("search-skips -o F/new --config F/no.toml", "no such file"),
-    ("search-skips -o F/new --prompt a --model F/model", "the sample text has 1 tokens; give one of at"),
     # Datastores.
     ("datastore build F/no", "no: is not a folder; name one that holds text files"),
     ("datastore build F/venv --out F/store.safetensors", "store.safetensors: exists; name another file"),

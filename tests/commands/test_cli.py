@@ -626,7 +626,7 @@ def test_a_shell_completes_commands_flags_choices_files_and_folders(tmp_path: Pa
 def test_other_shells_have_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", shell]) == 0
     out = capsys.readouterr().out
-    assert "search-skips" in out and "max-new-tokens" in out
+    assert "datastore" in out and "max-new-tokens" in out
 
 
 @pytest.mark.parametrize("arguments", ["", "generate --prompt a", "plan --context 9", "doctor"])

@@ -72,7 +72,7 @@ def test_what_is_skipped() -> None:
         ("skip:1am", "'1am' is not a layer"),
         ("skip:a", "'a' is not a layer"),
         ("skip:-1", "'-1' is not a layer"),
-        ("skip:4", "layer 4 does not exist in a model of 4 layers, 0 to 3; offload-rt search-skips"),
+        ("skip:4", "layer 4 does not exist in a model of 4 layers, 0 to 3; python -m bench search-skips"),
         ("skip:0,1a,2,3", "no attention is left; skip fewer layers"),
     ],
 )

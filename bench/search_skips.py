@@ -1,4 +1,4 @@
-"""`offload-rt search-skips`: finds the blocks to skip while the target drafts for itself.
+"""`python -m bench search-skips`: finds the blocks to skip while the target drafts for itself.
 
 Draft & Verify (arXiv 2309.08168) finds them by Bayesian optimisation; this search adds them greedily. The
 speed of a machine drifts with heat and other work, so each layer order is timed right after the one that it
@@ -16,8 +16,8 @@ from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
+from offload_rt.api.context import Context
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import status_of
@@ -25,14 +25,14 @@ from offload_rt.commands.generate import machine_errors_in_a_line, open_llm
 from offload_rt.commands.options import add_distribution, add_model, add_overrides, distribution
 from offload_rt.config.files import to_toml
 from offload_rt.config.schema import AUTO, Config
+from offload_rt.config.settings import fill_in
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.errors import UsageError
+from offload_rt.model.embedded import DEMO
 from offload_rt.model.layer_order import EXACT, blocks_of, skipping
+from offload_rt.model.named_shapes import find_shape
+from offload_rt.sampling.params import SamplingParams
 from offload_rt.system.files import check_new, write_whole
-
-if TYPE_CHECKING:
-    from offload_rt.api.context import Context
-    from offload_rt.sampling.params import SamplingParams
 
 PLAIN = "plain"
 """Stands for decoding without drafts, where a layer order is expected."""
@@ -45,17 +45,8 @@ SHORTEST = 256
 """Fewest tokens of a sample text."""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command to the command line."""
-    parser = commands.add_parser(
-        "search-skips",
-        help="find the layers to skip while drafting (Draft & Verify)",
-        description="Measures on a sample text how fast generation is when the target drafts for itself"
-        " without some of its attention and MLP blocks, and writes the fastest configuration. Ctrl-C keeps"
-        " the best one so far.",
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Adds the arguments of the command."""
     add_model(parser)
     prompts.add_arguments(parser)
     sampling = parser.add_argument_group("sampling")
@@ -75,13 +66,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Searches, writes the configuration, and prints how fast it is."""
+    """Searches, writes the configuration, and prints how fast it is; Ctrl-C keeps the best one so far."""
+    fill_in(arguments)
     base = _checked(arguments)
     console = Console(quiet=False)
     text = prompts.read(arguments, console)
-    from offload_rt.model.embedded import DEMO
-    from offload_rt.model.named_shapes import find_shape
-
     params = distribution(arguments, seed=arguments.seed, ignore_eos=True)
     with machine_errors_in_a_line():
         prompt = prompts.tokens(text, arguments, console)
@@ -116,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         chosen, verdict, table = conclusion(rounds)
     sample = f"Model {name}, {layers} layers; sample of {len(prompt):,} tokens"
     comments = (
-        f"# By offload-rt search-skips.\n# {sample}, temperature {params.temperature:g}.\n# {verdict}\n"
+        f"# By python -m bench search-skips.\n# {sample}, temperature {params.temperature:g}.\n# {verdict}\n"
     )
     try:
         write_whole(arguments.out, comments + to_toml(with_layers(base, chosen)))

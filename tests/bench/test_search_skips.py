@@ -12,10 +12,11 @@ import pytest
 from small_engine import SIZES
 from tiny_models import byte_tokenizer, real_text, tiny_target
 
+from bench import search_skips
+from bench.__main__ import main
+from bench.search_skips import PLAIN, ROUNDS, finalists, search
 from offload_rt import LLM, SamplingParams
 from offload_rt.api.context import Context
-from offload_rt.commands import cli, search_skips
-from offload_rt.commands.search_skips import PLAIN, ROUNDS, finalists, search
 from offload_rt.config.files import config_names, to_toml
 from offload_rt.config.schema import Config
 from offload_rt.drafting.levels.configs import load_config
@@ -124,7 +125,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def searched(folder: Path, out: Path, more: str) -> int:
     sizes = " ".join(f"--set {key}={str(value).lower()}" for key, value in SIZES.items())
     files = f"--model {folder}/model --prompt-file {folder}/sample.txt -o {out}"
-    return cli.main(shlex.split(f"search-skips --device cpu -n 8 {files} {sizes} {more}"))
+    return main(shlex.split(f"search-skips --device cpu -n 8 {files} {sizes} {more}"))
 
 
 def found(out: Path) -> Config:
@@ -238,3 +239,26 @@ def test_ctrl_c_keeps_the_best_so_far(
     if kept is not None:
         assert [level.layers for level in found(out).speculation.levels] == [kept]
         assert "# interrupted before the final comparison\n" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--minutes 0", "'0' is not an integer of at least 1"),
+        ("-n 0 -o F/new", "max-tokens 0 is out of range"),
+        ("-o F", "is a folder; name a file in it"),
+        ("-o F/sample.txt", "sample.txt: exists; name another file, or remove it"),
+        ("-o F/no/new", "its folder does not exist"),
+        ("-o F/new --config auto", "--config auto: selects among several configurations; name one in which"),
+        ("-o F/new --config plain", "--config plain: has no level in which the target drafts"),
+        ("-o F/new --config naive", "--config naive: has no level in which the target drafts"),
+        ("-o F/new --config F/no.toml", "no such file"),
+        ("-o F/new --prompt a --model F/model", "the sample text has 1 tokens; give one of at least 256"),
+    ],
+)
+def test_what_cannot_be_searched_is_a_line(
+    flags: str, line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["search-skips", *(flag.replace("F", str(folder), 1) for flag in flags.split())]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and line in " ".join(error.split()) and not (folder / "new").exists()
