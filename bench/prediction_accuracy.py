@@ -38,9 +38,9 @@ from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.measuring import CPU, compute_rate, seconds
 from offload_rt.model.layer_kinds import Recurrence
 from offload_rt.model.shape import ModelShape
+from offload_rt.planning.cost_model import CostModel, attention_rate
 from offload_rt.planning.placement import Placement, PlanRequest
 from offload_rt.planning.planner import with_budget
-from offload_rt.planning.prediction import Predictor, attention_rate
 from offload_rt.system.files import check_writable, write_json
 from offload_rt.system.hardware import AttentionRate, Gpu, Hardware, Host
 
@@ -180,7 +180,7 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
         measured_acceptance=found.get("acceptance", 1.0),
     )
     request = with_budget(request)
-    predictor = Predictor(request)
+    predictor = CostModel(request)
     if "processor" in record:
         alone = alike(in_place, system)
         late = alike(record["rows"], system, late=True)
@@ -223,7 +223,7 @@ def _hardware(record: Row) -> Hardware:
     return Hardware(host, (processor,) * (1 + others), True)
 
 
-class MeasuredAlone(Predictor):
+class MeasuredAlone(CostModel):
     """Takes the processor's own times as measured, and predicts what they come to over a link.
 
     Args:

@@ -17,12 +17,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Protocol
 
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.config.priors import LATER_CHOICES, outcome_chances
 from offload_rt.drafting.base import Round
 from offload_rt.model.work import BackgroundPass
+from offload_rt.planning.sequence_costs import SequenceCosts
 
 WINDOW = 8  # drafted rounds that are judged together
 YIELDS = 24  # rounds that tell how many tokens one yields
@@ -69,16 +69,6 @@ class RoundTimes:
     drawn_ahead: tuple[tuple[int, int], ...] = ()
 
 
-class Prices(Protocol):
-    """Predicted times in ms behind a sequence of `length` tokens (`planning.prices.Prices`)."""
-
-    def pass_ms(self, length: int, shape: DraftShape) -> float: ...
-
-    def draft_ms(self, length: int, shape: DraftShape) -> float: ...
-
-    def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> Sequence[float]: ...
-
-
 class RunningAcceptance:
     """Chance that a drafted token is accepted where those before it were, by what has been seen.
 
@@ -115,7 +105,7 @@ class SpeculationController:
     """Decides, round by round, what one sequence drafts.
 
     Args:
-        prices: what passes and drafts are expected to take.
+        costs: what passes and drafts are expected to take.
         shapes: to choose among; of depth 0 for plain decoding.
         acceptance: usual acceptance of drafted tokens.
         ahead: outcomes of a pass that are drafted for at most, while it runs in the background.
@@ -130,7 +120,7 @@ class SpeculationController:
 
     def __init__(
         self,
-        prices: Prices,
+        costs: SequenceCosts,
         shapes: Sequence[DraftShape],
         acceptance: float,
         *,
@@ -141,7 +131,7 @@ class SpeculationController:
         self.ahead = ahead
         self.acceptance = RunningAcceptance(acceptance)
         self.fallbacks = self.plain_tokens = 0
-        self._prices = prices
+        self._costs = costs
         self._shapes = shapes
         self._clock = clock
         self._watches = step_down and any(shape.depth for shape in shapes)
@@ -159,7 +149,7 @@ class SpeculationController:
     def begin(self, length: int) -> None:
         """Called before a sequence of `length` tokens is continued."""
         self._length = length
-        shape, plain = self._wanted()[0], self._prices.pass_ms(length, CHAIN)
+        shape, plain = self._wanted()[0], self._costs.pass_ms(length, CHAIN)
         if self._watches and self._round(shape)[0] / shape.expected_tokens(self.acceptance.rates) > plain:
             self._break = FORESEEN_BREAK
             self._fall_back()
@@ -196,11 +186,11 @@ class SpeculationController:
         if self._clock:
             # Less may have been proposed than was wanted: nothing was found, or the draft was ready before.
             verified = CHAIN.deep(times.proposed)  # the price of a pass depends on the size alone
-            self._passes.append((self._prices.pass_ms(length, verified), times.pass_ms + times.verdict_ms))
+            self._passes.append((self._costs.pass_ms(length, verified), times.pass_ms + times.verdict_ms))
             drawn = shape.deep(times.drawn)
-            self._drafts.append((self._prices.draft_ms(length, drawn), times.draft_ms))
+            self._drafts.append((self._costs.draft_ms(length, drawn), times.draft_ms))
             ahead = (
-                self._prices.ahead_ms(length, shape.deep(levels), outcomes)[-1]
+                self._costs.ahead_ms(length, shape.deep(levels), outcomes)[-1]
                 for levels, outcomes in times.drawn_ahead
             )
             self._drafts_ahead.append((sum(ahead), times.ahead_ms))
@@ -235,7 +225,7 @@ class SpeculationController:
     def _loses(self) -> bool:
         """Returns whether judged rounds, the slowest left out, took longer per token than plain ones."""
         quicker = sorted(self._judged)[: len(self._judged) - len(self._judged) // 4]
-        plain = median(self._plain_ms) if self._clock else self._prices.pass_ms(self._length, CHAIN)
+        plain = median(self._plain_ms) if self._clock else self._costs.pass_ms(self._length, CHAIN)
         return fmean(quicker) > MARGIN * plain * fmean(self._yields)
 
     def _fall_back(self, tokens: int = 0) -> None:
@@ -257,14 +247,14 @@ class SpeculationController:
 
     def _round(self, shape: DraftShape) -> tuple[float, int]:
         """Expected ms of a round with such drafts, and how many outcomes of its pass to draft for."""
-        pass_ms = _ratio(self._passes) * self._prices.pass_ms(self._length, shape)
-        draft_ms = _ratio(self._drafts) * self._prices.draft_ms(self._length, shape)
+        pass_ms = _ratio(self._passes) * self._costs.pass_ms(self._length, shape)
+        draft_ms = _ratio(self._drafts) * self._costs.draft_ms(self._length, shape)
         best = pass_ms + draft_ms, 0
         if not shape.depth or shape.kind != "chain":  # what may follow a tree is not guessed
             return best
         chances, ratio = outcome_chances(self.acceptance.rate, shape.depth), _ratio(self._drafts_ahead)
         for count in range(1, self.ahead + 1):
-            ready = [ratio * ms for ms in self._prices.ahead_ms(self._length, shape, count)]
+            ready = [ratio * ms for ms in self._costs.ahead_ms(self._length, shape, count)]
             ended = pass_ms if self._clock else max(pass_ms, ready[-1])
             # A draft that is not complete when drafting ahead ends is continued behind the verdict.
             guessed = sum(

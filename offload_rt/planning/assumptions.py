@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from offload_rt.config.priors import DRAFT_LENGTHS, REJECTIONS_POWER, RUNNER_UP_HITS, SECOND_CHOICE
 from offload_rt.config.validation import shown
-from offload_rt.planning.placement import PlanRequest
-from offload_rt.planning.prediction import (
+from offload_rt.planning.cost_model import (
     EXCHANGE_MS,
     FUSED_ROWS,
     PACKED_ATTENTION,
     RoundTime,
     product_rates,
 )
+from offload_rt.planning.placement import PlanRequest
 from offload_rt.system.hardware import GIB
 
 

@@ -18,6 +18,7 @@ from offload_rt.drafting.levels.base import Memory
 from offload_rt.errors import UsageError
 from offload_rt.model.quantization import NF4, Quantization
 from offload_rt.planning import assumptions
+from offload_rt.planning.cost_model import CostModel, RoundTime
 from offload_rt.planning.placement import (
     RESERVE_SHARE,
     Placement,
@@ -26,7 +27,6 @@ from offload_rt.planning.placement import (
     host_memory,
     shortage,
 )
-from offload_rt.planning.prediction import Predictor, RoundTime
 from offload_rt.system.hardware import GIB
 
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
@@ -163,12 +163,12 @@ def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
 def _fastest(request: PlanRequest) -> Plan:
     """Returns the fastest placement of one composition, or the memory that is too small."""
     ways = _ways(request)
-    predictors = {way: Predictor(fitting) for way in ways if (fitting := _fitting(way))}
-    if not predictors:
+    models = {way: CostModel(fitting) for way in ways if (fitting := _fitting(way))}
+    if not models:
         return _unplanned(ways[0], str(shortage(ways[0])))
-    rounds = {way: _best_round(predictor) for way, predictor in predictors.items()}
+    rounds = {way: _best_round(costs) for way, costs in models.items()}
     chosen = min(rounds, key=lambda way: rounds[way].ms_per_token)
-    return _planned(chosen, predictors[chosen], rounds[chosen])
+    return _planned(chosen, models[chosen], rounds[chosen])
 
 
 def _ways(request: PlanRequest) -> list[PlanRequest]:
@@ -199,9 +199,9 @@ def _unplanned(request: PlanRequest, refusal: str) -> Plan:
     return Plan(request, placement, 0, refusal, None, tuple(assumptions.machine(request)))
 
 
-def _planned(request: PlanRequest, predictor: Predictor, best: RoundTime) -> Plan:
-    """Returns the plan for a request, of whose sizes those of `predictor` fit, with its best round."""
-    fitting = predictor.request
+def _planned(request: PlanRequest, costs: CostModel, best: RoundTime) -> Plan:
+    """Returns the plan for a request, of whose sizes those of `costs` fit, with its best round."""
+    fitting = costs.request
     plain = _fitting(request.having("speculation.levels", ())) or fitting.having("speculation.levels", ())
     predicted = Prediction(
         pass_ms=best.verification.ms,
@@ -209,9 +209,9 @@ def _planned(request: PlanRequest, predictor: Predictor, best: RoundTime) -> Pla
         round_ms=best.ms,
         tokens_per_round=best.tokens,
         ms_per_token=best.ms_per_token,
-        prefill_ms=predictor.prefill_ms(),
-        bottleneck=predictor.bottleneck(best),
-        plain_ms_per_token=_best_round(Predictor(plain)).ms_per_token,
+        prefill_ms=costs.prefill_ms(),
+        bottleneck=costs.bottleneck(best),
+        plain_ms_per_token=_best_round(CostModel(plain)).ms_per_token,
     )
     told = assumptions.predictions(request, fitting, best, predicted.plain_ms_per_token)
     known = (*assumptions.machine(fitting), *told)
@@ -243,22 +243,22 @@ def comparison(plans: Sequence[Plan]) -> str:
     return f"{first} ms per token, as predicted" + (f" ({', '.join(others)})" if others else "")
 
 
-def _best_round(predictor: Predictor) -> RoundTime:
+def _best_round(costs: CostModel) -> RoundTime:
     """Returns the round with the least time per token, of all drafts."""
-    rounds = (_shortest_round(predictor, drafted) for drafted in predictor.request.drafts)
+    rounds = (_shortest_round(costs, drafted) for drafted in costs.request.drafts)
     return min(rounds, key=lambda one: one.ms_per_token)
 
 
-def _shortest_round(predictor: Predictor, drafted: DraftShape) -> RoundTime:
+def _shortest_round(costs: CostModel, drafted: DraftShape) -> RoundTime:
     """Returns the shortest round of any placement; shares that the config gives are kept.
 
     All ranges of tokens but the text's last end with a page.
     """
-    request, draft = predictor.request, predictor.draft(drafted)
+    request, draft = costs.request, costs.draft(drafted)
     context, page, resident = request.context, request.config.store.page, request.given_resident
 
     def at(resident: int, cpu: int) -> RoundTime:
-        return predictor.round(predictor.verification(request.placement(resident, cpu), drafted), draft)
+        return costs.round(costs.verification(request.placement(resident, cpu), drafted), draft)
 
     capacity, *others = request.capacities or [0]
     if (cpu := request.given_cpu) is not None:

@@ -20,8 +20,8 @@ from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import PlanRequest, check_positions, shared_gpu
 from offload_rt.planning.planner import Plan, comparison, ranked, with_budget
-from offload_rt.planning.prices import Prices, behind_a_link
-from offload_rt.system.hardware import NO_GPU, Hardware, named_hardware
+from offload_rt.planning.sequence_costs import SequenceCosts
+from offload_rt.system.hardware import NO_GPU, Hardware, behind_a_link, named_hardware
 from offload_rt.system.memory import available_memory
 
 LEFT_OPEN = {"offload.refresh_from": "auto", "retrieval.bits": "auto", "offload.group_devices": 0}
@@ -72,9 +72,9 @@ class SequencePlan:
         request = replace(self.request, config=replace(config, store=planned.store))
         return SequencePlan.of(request, self.tiers)
 
-    def costs(self, tokens: int) -> Prices:
+    def costs(self, tokens: int) -> SequenceCosts:
         """Returns what rounds behind so many tokens and more are expected to take."""
-        return Prices(replace(self.request, context=tokens, new_tokens=0), self.tiers)
+        return SequenceCosts(replace(self.request, context=tokens, new_tokens=0), self.tiers)
 
 
 class SequencePlanner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from offload_rt.errors import UsageError
@@ -265,3 +266,26 @@ def _named_gpu(gpu: str, link: float | None, vram: float | None) -> Gpu:
         to_host_rate=rate,
         launch_ms=LAUNCH_MS,
     )
+
+
+@lru_cache
+def behind_a_link(rate: float | None, others: int = 0) -> Hardware:
+    """Returns the hardware that an emulated link stands for: the host's processor at its end, as a GPU.
+
+    Args:
+        rate: GB/s of the link; None: not known.
+        others: number of further such processors, each with its link.
+    """
+    host = named_hardware(NO_GPU).host
+    link = rate or SLOT_RATE
+    processor = Gpu(
+        name="the processor behind a link",
+        memory_bytes=host.memory_bytes,
+        memory_rate=host.attention[0].rate / 2,  # a pass and the drafts beside it share the cores
+        compute_rate=host.compute_rate / 2e3,
+        to_device_rate=link,
+        to_host_rate=link,
+        launch_ms=host.launch_ms,
+        verdict_ms=0.0,
+    )
+    return Hardware(host, (processor,) * (1 + others), measured=False)

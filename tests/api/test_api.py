@@ -24,7 +24,7 @@ import offload_rt
 from offload_rt import LLM, SamplingParams, UsageError
 from offload_rt.engine import controller
 from offload_rt.kernels import native
-from offload_rt.planning.prediction import Predictor, RoundTime
+from offload_rt.planning.cost_model import CostModel, RoundTime
 from offload_rt.system import clock, memory
 
 ASCII = 128
@@ -67,14 +67,14 @@ def test_the_package_exports_what_it_names() -> None:
 def test_auto_chooses_the_config_that_is_predicted_to_be_fastest(
     target: PreTrainedModel, draft: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    predict = Predictor.round
+    predict = CostModel.round
 
-    def favouring(predictor: Predictor, *arguments: Any) -> RoundTime:
+    def favouring(predictor: CostModel, *arguments: Any) -> RoundTime:
         found = predict(predictor, *arguments)
         quick = predictor.config.name == ("naive" if predictor.request.context > 50 else "plain")
         return replace(found, ms=1e-3 * found.ms) if quick else found
 
-    monkeypatch.setattr(Predictor, "round", favouring)
+    monkeypatch.setattr(CostModel, "round", favouring)
     params = SamplingParams(max_tokens=12)
     with LLM.from_models(target, draft, overrides=SIZES) as llm:
         long, short = llm.generate([PROMPT, PROMPT[:20]], params)

@@ -35,7 +35,7 @@ from offload_rt.model.quantized_weights import move_scales, quantized_linear, st
 from offload_rt.model.runner import CausalModel, NotANumber
 from offload_rt.model.weights_digest import weights_digest
 from offload_rt.planning.assumptions import machine
-from offload_rt.planning.prediction import FUSED_ROWS, Predictor, product_rate
+from offload_rt.planning.cost_model import FUSED_ROWS, CostModel, product_rate
 from offload_rt.system.hardware import ProductRate
 from offload_rt.system.installation import install_extra
 
@@ -522,9 +522,9 @@ def test_times_of_products() -> None:
     llama = LLAMA.with_weights(Quantization.named("nf4"))
     packed, others = llama.quantized, llama.step_parameters - llama.quantized
     assert others == 32000 * 4096  # the head; norms are counted as quantised
-    assumed = Predictor(request(config="plain", target=llama))
-    measured = Predictor(request(config="plain", target=llama, hardware=gpu(products=rates)))
-    other = Predictor(
+    assumed = CostModel(request(config="plain", target=llama))
+    measured = CostModel(request(config="plain", target=llama, hardware=gpu(products=rates)))
+    other = CostModel(
         request(config="plain", target=llama, hardware=gpu(products=(ProductRate("int8", 1, 1.0),)))
     )
     expanding = packed * 4 / 1e9
@@ -533,7 +533,7 @@ def test_times_of_products() -> None:
     assert measured.dense(64).busy_ms == pytest.approx(packed / 400e6 + others * 2 / 1e9)
     within, beyond = (assumed.dense(rows).busy_ms for rows in (FUSED_ROWS, FUSED_ROWS + 1))
     assert beyond - within == pytest.approx(expanding, rel=0.05)
-    whole = Predictor(request(config="plain"))
+    whole = CostModel(request(config="plain"))
     chunks = -(-whole.request.context // whole.config.prefill.chunk)
     assert assumed.prefill_ms() - whole.prefill_ms() == pytest.approx(chunks * expanding)
     for predictor, said in (

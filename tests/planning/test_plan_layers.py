@@ -29,9 +29,9 @@ from offload_rt.model.layer_kinds import Recurrence
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.shape import ModelShape
+from offload_rt.planning.cost_model import PACKED_ATTENTION, CostModel
 from offload_rt.planning.placement import PlanRequest, allowed_drafts, gpu_memory, host_memory
 from offload_rt.planning.planner import plan
-from offload_rt.planning.prediction import PACKED_ATTENTION, Predictor
 from offload_rt.system.hardware import GIB, Hardware, named_hardware
 
 QWEN = find_shape("qwen3.5-9b", None)  # 8 of 32 layers are full, the others keep a state
@@ -230,25 +230,27 @@ def test_a_draft_model_keeps_windows_and_states_too() -> None:
 
 def test_windows_and_states_take_time_in_every_pass() -> None:
     gpu = DESKTOP.gpus[0]
-    weights = Predictor(asked(QWEN)).processor.read_ms(QWEN.step_bytes)
-    assert Predictor(asked(QWEN)).step(QWEN, 1).busy_ms == pytest.approx(
+    weights = CostModel(asked(QWEN)).processor.read_ms(QWEN.step_bytes)
+    assert CostModel(asked(QWEN)).pass_cost(QWEN, 1).busy_ms == pytest.approx(
         weights + gpu.read_ms(2 * QWEN.state_bytes)
     )
     weights = gpu.read_ms(GEMMA.step_bytes)
     for context, seen in ((30_000, 1024), (500, 500)):
-        step = Predictor(asked(GEMMA, context=context)).step(GEMMA, 1)
+        step = CostModel(asked(GEMMA, context=context)).pass_cost(GEMMA, 1)
         assert step.busy_ms == pytest.approx(weights + gpu.read_ms(seen * GEMMA.window_bytes(1)) / 0.5)
         assert step.launch_ms == pytest.approx(34 * 0.3), "all layers have kernels"
     # The CPU attends windows where it computes, at its own rate.
-    cpu = Predictor(asked(GEMMA, hardware=Hardware(HOST, (), measured=True)))
+    cpu = CostModel(asked(GEMMA, hardware=Hardware(HOST, (), measured=True)))
     windows = GEMMA.window_bytes() / 50.0 / 1e6
-    assert cpu.step(GEMMA, 1).busy_ms == pytest.approx(HOST.read_ms(GEMMA.step_bytes) + windows, rel=0.01)
+    assert cpu.pass_cost(GEMMA, 1).busy_ms == pytest.approx(
+        HOST.read_ms(GEMMA.step_bytes) + windows, rel=0.01
+    )
 
 
 def test_only_full_layers_stream_and_exchange() -> None:
     full = replace(QWEN, kinds=LayerKinds.uniform(32, 4, 256), recurrence=None)
     lanes, whole = (
-        expected_round(Predictor(asked(shape)), CHAIN, cpu=10_240).verification for shape in (QWEN, full)
+        expected_round(CostModel(asked(shape)), CHAIN, cpu=10_240).verification for shape in (QWEN, full)
     )
     placement = lanes.placement
     assert placement.streamed_bytes == (30_000 - 10_240) * 8 * 2 * 4 * 256 * 2
@@ -258,15 +260,15 @@ def test_only_full_layers_stream_and_exchange() -> None:
     segments = 8 * placement.streamed_tokens / asked(QWEN).segment_tokens
     assert lanes.dense.launch_ms == pytest.approx(0.3 * (32 + segments * 14 / 45))
     # Many queries are bound by computing.
-    rates = Predictor(asked(QWEN))
+    rates = CostModel(asked(QWEN))
     many = rates.verification(rates.request.placement(0, 0), CHAIN.deep(255))
     assert many.attention == DESKTOP.gpus[0].compute_ms(8 * 4 * 16 * 256 * 30_000 * 256)
 
 
 def test_drafts_over_full_kv_or_retrieved_kv_concern_full_layers() -> None:
-    def predictor(level: dict[str, str], hardware: Hardware = DESKTOP) -> Predictor:
+    def predictor(level: dict[str, str], hardware: Hardware = DESKTOP) -> CostModel:
         config = load_config("shared", {"speculation.levels": [level], "retrieval.budget": 1024})
-        return Predictor(PlanRequest(QWEN, None, config, 30_000, 256, hardware))
+        return CostModel(PlanRequest(QWEN, None, config, 30_000, 256, hardware))
 
     shared = {"model": "target", "cache": "shared", "layers": "skip:0,3"}
     rates = predictor(shared)
@@ -274,7 +276,7 @@ def test_drafts_over_full_kv_or_retrieved_kv_concern_full_layers() -> None:
     assert rates.host_attention_ms(30_000, 1) == pytest.approx(attending)
     (level,) = rates.request.levels
     running = QWEN.running(LayerOrder.parse("skip:0,3", 32) or LayerOrder.whole(32))
-    alone = rates.step(running, 1).busy_ms
+    alone = rates.pass_cost(running, 1).busy_ms
     assert level.pass_cost(rates, 1).busy_ms == pytest.approx(alone + attending * 7 / 8)
     # Chunks of full layers alone are chosen.
     rates = predictor({"model": "target", "cache": "retrieved"}, Hardware(HOST, (), measured=True))

@@ -13,9 +13,9 @@ from plan_cases import JF68M, check_sums, expected_round, gpu, request
 
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.model.named_shapes import SHAPES
+from offload_rt.planning.cost_model import CostModel
 from offload_rt.planning.placement import PlanRequest, gpu_memory
 from offload_rt.planning.planner import THRIFTY, plan
-from offload_rt.planning.prediction import Predictor
 from offload_rt.system.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 
 GAMMA_8 = {"speculation.gamma2": 8}
@@ -146,7 +146,7 @@ def test_no_other_shares_make_a_shorter_round(asked: PlanRequest, resident: int,
     if cpu >= 0:
         assert placement.cpu_tokens in (cpu, asked.context - placement.resident_tokens)
         return
-    (drafted,), predictor, page = asked.drafts, Predictor(asked), asked.config.store.page
+    (drafted,), predictor, page = asked.drafts, CostModel(asked), asked.config.store.page
     most = asked.capacities[0] if resident < 0 else placement.resident_tokens
     places = {(kept, asked.context - kept) for kept in (range(0, most, page) if resident < 0 else ())}
     places |= {(most, share) for share in (*range(0, asked.context - most, page), asked.context - most)}

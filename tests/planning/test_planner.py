@@ -19,9 +19,9 @@ from offload_rt.drafting.levels.configs import load_config
 from offload_rt.errors import UsageError
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import Quantization
+from offload_rt.planning.cost_model import CostModel, attention_rate
 from offload_rt.planning.placement import PlanRequest, gpu_memory, host_memory, shortage
 from offload_rt.planning.planner import Prediction, plan, ranked
-from offload_rt.planning.prediction import Predictor, attention_rate
 from offload_rt.system.hardware import GIB, KNOWN_GPUS, AttentionRate, Hardware, named_hardware
 
 
@@ -78,7 +78,7 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
     asked = request(target=target, draft=draft, hardware=Hardware(cores, (), measured=True))
     found = plan(asked).check()
     assert found.plain_ms_per_token == pytest.approx(31, rel=0.15)
-    assert 3 <= Predictor(asked).step(target, 3, 4096).ms <= 5
+    assert 3 <= CostModel(asked).pass_cost(target, 3, 4096).ms <= 5
     assert found.ms_per_token < found.plain_ms_per_token
     assert found.prefill_ms == pytest.approx(94_000, rel=0.15)
     assert found.bottleneck == "cpu attention"
@@ -87,11 +87,11 @@ def test_the_demo_pair_on_a_cpu_comes_near_what_was_measured() -> None:
 def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
     """64 GiB over 98 % of 25 GB/s, and a layer's weights and launches behind it."""
     assert CONTEXT * LLAMA.token_bytes == 64 * GIB
-    lanes = expected_round(Predictor(request()), CHAIN).verification
+    lanes = expected_round(CostModel(request()), CHAIN).verification
     assert lanes.placement.streamed_bytes == 64 * GIB and lanes.cpu_attention == 0
     assert lanes.ms == lanes.link == pytest.approx(2_806, rel=0.01)
     # Two cards: the second keeps what it has room for, and what is left crosses two links.
-    both = expected_round(Predictor(request(hardware=gpu(2))), CHAIN).verification
+    both = expected_round(CostModel(request(hardware=gpu(2))), CHAIN).verification
     (card,) = both.placement.gpus
     assert card.resident_tokens > 0 <= both.placement.streamed_tokens - card.streamed_tokens <= 1
     assert both.ms < lanes.ms / 2
@@ -104,8 +104,8 @@ def test_packed_pages_take_three_quarters_of_the_host_and_of_the_link() -> None:
     assert request({"store.code": "auto"}, hardware=slow).stored == raw.stored, "plain torch would unpack"
     assert 0.75 < share <= 0.76 and raw.stored.stored_share == 1
     assert host_memory(packed)["kv"] == pytest.approx(share * host_memory(raw)["kv"])
-    lanes, fewer = (expected_round(Predictor(one), CHAIN).verification for one in (raw, packed))
-    layer = Predictor(raw).dense(2).ms / LLAMA.layers
+    lanes, fewer = (expected_round(CostModel(one), CHAIN).verification for one in (raw, packed))
+    layer = CostModel(raw).dense(2).ms / LLAMA.layers
     assert fewer.link - layer == pytest.approx(share * (lanes.link - layer), rel=1e-3)
     slot = raw.ring_bytes // 3
     assert packed.ring_bytes == pytest.approx((3 * share + 1) * slot)
@@ -125,8 +125,8 @@ def test_packed_pages_stay_packed_on_a_card_that_cannot_keep_all() -> None:
     assert share * more == pytest.approx(kept - buffer, abs=2 * 256 * LLAMA.token_bytes)
     # A pass attends to packed pages as they are.
     placement = packed.placement(4096, 8192)
-    lanes = Predictor(packed).verification(placement, CHAIN)
-    before = Predictor(raw).verification(replace(placement, packed=False), CHAIN)
+    lanes = CostModel(packed).verification(placement, CHAIN)
+    before = CostModel(raw).verification(replace(placement, packed=False), CHAIN)
     attended = CONTEXT - 8192
     reading = DESKTOP.gpus[0].read_ms(share * attended * LLAMA.token_bytes) / 0.6
     assert placement.packed and lanes.attention == pytest.approx(reading)
@@ -134,7 +134,7 @@ def test_packed_pages_stay_packed_on_a_card_that_cannot_keep_all() -> None:
     # For more queries, a pass reads packed pages, writes unpacked ones and reads these.
     many = replace(CHAIN, depth=300)
     lanes, before = (
-        Predictor(one).verification(replace(placement, packed=one is packed), many) for one in (packed, raw)
+        CostModel(one).verification(replace(placement, packed=one is packed), many) for one in (packed, raw)
     )
     unpacking = DESKTOP.gpus[0].read_ms((1 + share) * attended * LLAMA.token_bytes) / 0.8
     assert lanes.attention == pytest.approx(before.attention + unpacking)
@@ -181,7 +181,7 @@ def test_quantised_chunks_take_half_or_a_quarter_of_the_memory_and_of_the_reads(
     for size, codes in zip(sizes[1:], (2, 4), strict=True):
         ranges = 16_384 * LLAMA.layers * LLAMA.kv_heads * (4 * LLAMA.head_dim // 32 + 4)
         assert size == 2 * (16_384 * token // codes + ranges) + beside
-    steps = [one.levels[-1].pass_cost(Predictor(one), 1).ms for one in (exact, eight, four)]
+    steps = [one.levels[-1].pass_cost(CostModel(one), 1).ms for one in (exact, eight, four)]
     assert steps[0] > steps[1] > steps[2]
     # Where nothing is said, eight bits on a GPU, and what is there in place.
     for hardware, bits in ((DESKTOP, 8), (Hardware(HOST, (), measured=True), 16)):
@@ -200,10 +200,10 @@ def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     whole, first, second = (gpu_memory(*one) for one in ((request(), 0), (asked, 0), (asked, 1)))
     assert second["weights"] == whole["weights"] - first["weights"] == 13 * 3 * 4096 * 11008 * 2
     # What goes there and back takes time, a graph cannot hold it, and a prefill sends all hidden states.
-    there, here = Predictor(asked), Predictor(request())
-    assert there.step(LLAMA, 1).ms > here.step(LLAMA, 1).ms
-    assert there.step(LLAMA, 1, graph=True) == there.step(LLAMA, 1)
-    assert there.step(JF68M, 1, graph=True) == here.step(JF68M, 1, graph=True)
+    there, here = CostModel(asked), CostModel(request())
+    assert there.pass_cost(LLAMA, 1).ms > here.pass_cost(LLAMA, 1).ms
+    assert there.pass_cost(LLAMA, 1, graph=True) == there.pass_cost(LLAMA, 1)
+    assert there.pass_cost(JF68M, 1, graph=True) == here.pass_cost(JF68M, 1, graph=True)
     assert there.prefill_ms() > here.prefill_ms()
     fixed = plan(replace(asked, given_remote_mlps=12))
     assert "MLP blocks of 12 of 32 layers are on GPU 1" in "\n".join(fixed.assumptions)
@@ -262,13 +262,13 @@ def test_a_missing_draft_model_leaves_its_level_out() -> None:
 
 def test_drafts_ahead_hide_behind_the_pass() -> None:
     late, ahead = (
-        expected_round(Predictor(request({"offload.ahead": most})), CHAIN.deep(16)) for most in (0, 2)
+        expected_round(CostModel(request({"offload.ahead": most})), CHAIN.deep(16)) for most in (0, 2)
     )
     assert late.verification.ms < late.ms and not late.chances
     assert ahead.chances == outcome_chances(0.92, 16)[:2]
     assert ahead.ms < late.ms and ahead.tokens == late.tokens == expected_tokens(0.92, 16)
     # A draft that takes longer than the pass is the round.
-    predictor = Predictor(request())
+    predictor = CostModel(request())
     slow = predictor.round(late.verification, replace(late.draft, busy_ms=late.verification.ms))
     assert predictor.bottleneck(slow) == "draft"
 
@@ -287,14 +287,14 @@ def test_how_often_a_retrieved_cache_is_refreshed(
     policy: str, config: str, context: int, share: float
 ) -> None:
     asked = request({"retrieval.refresh": policy, "speculation.gamma2": 12}, config, context)
-    found = expected_round(Predictor(asked), CHAIN.deep(12))  # 8 tokens a round
+    found = expected_round(CostModel(asked), CHAIN.deep(12))  # 8 tokens a round
     assert found.refresh_share == share and (found.refresh_ms > 0) == (share > 0)
 
 
 def test_a_refresh_from_the_stream_gathers_only_what_others_attend() -> None:
     def longer(cpu: int, place: str) -> float:
         keys = {"retrieval.refresh": "every", "offload.refresh_from": place}
-        return expected_round(Predictor(request(keys)), CHAIN.deep(16), 0, cpu).refresh_ms
+        return expected_round(CostModel(request(keys)), CHAIN.deep(16), 0, cpu).refresh_ms
 
     assert longer(0, "stream") < longer(CONTEXT // 4, "stream") < longer(0, "store")
 
@@ -344,7 +344,7 @@ def test_where_memory_is_short_the_ring_and_the_prefill_shrink_first() -> None:
 def test_trees_are_drafted_in_steps_and_verified_in_one_pass() -> None:
     asked = request({"offload.ahead": 4}, "trees", context=50_000, draft=None)
     assert [one.size for one in asked.drafts] == [64] and asked.longest_draft == 64
-    found = expected_round(Predictor(asked), asked.drafts[0])
+    found = expected_round(CostModel(asked), asked.drafts[0])
     assert found.verification.gamma == 64 and found.chances == (), "nothing is drafted ahead of its verdict"
     assert expected_tokens(0.92, 16) < found.tokens < expected_tokens(0.97, 16), "siblings save rejections"
     # The shapes are those that a round may choose, look-up's finds among them.
@@ -360,14 +360,14 @@ def test_trees_are_drafted_in_steps_and_verified_in_one_pass() -> None:
 
 def test_a_draft_over_the_full_kv_waits_for_the_cpu() -> None:
     """On a GPU the CPU attends to all of the context for each drafted token, beside its share of the pass."""
-    predictor = Predictor(request(config="shared", draft=None))
+    predictor = CostModel(request(config="shared", draft=None))
     attending = CONTEXT * LLAMA.token_bytes / 50.0 / 1e6
     assert predictor.draft(CHAIN.deep(2)).ms > 2 * attending
     verification = predictor.verification(predictor.request.placement(0, CONTEXT // 2), CHAIN.deep(2))
     assert predictor.busy_ms(verification) == verification.cpu_attention
     # Layers that are left out cost nothing.
     skipping = [{"model": "target", "cache": "shared", "layers": "skip:1,2,3,4,5,6,7,8"}]
-    fewer = Predictor(request({"speculation.levels": skipping}, "shared", draft=None))
+    fewer = CostModel(request({"speculation.levels": skipping}, "shared", draft=None))
     calibrated, rough = (fewer.draft(CHAIN.deep(depth)).ms for depth in (1, 2))
     assert calibrated == predictor.draft(CHAIN).ms + predictor.draft(CHAIN.deep(1)).ms
     assert rough - calibrated == pytest.approx(0.75 * calibrated, rel=0.05)

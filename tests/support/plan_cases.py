@@ -17,9 +17,9 @@ from offload_rt.config.files import parse_override
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import Quantization
+from offload_rt.planning.cost_model import CostModel, RoundTime
 from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
-from offload_rt.planning.prediction import Predictor, RoundTime
 from offload_rt.system.hardware import Hardware
 
 LLAMA = replace(find_shape("llama2-7b", None), max_positions=2**18)
@@ -50,7 +50,7 @@ def host(gpus: int = 1, **changes: Any) -> Hardware:
     return Hardware(replace(HOST, **changes), (GPU,) * gpus, measured=True)
 
 
-def expected_round(predictor: Predictor, drafted: DraftShape, resident: int = 0, cpu: int = 0) -> RoundTime:
+def expected_round(predictor: CostModel, drafted: DraftShape, resident: int = 0, cpu: int = 0) -> RoundTime:
     """A round with so many tokens on the GPU and so many attended by the CPU."""
     placement = predictor.request.placement(resident, cpu)
     return predictor.round(predictor.verification(placement, drafted), predictor.draft(drafted))

@@ -93,20 +93,20 @@ class Sizes(Protocol):
     def same_model_acceptance(self) -> float: ...
 
 
-class Rates(Protocol):
-    """Prices work in ms; the planner's `Predictor` is one."""
+class PassCosts(Protocol):
+    """Predicts what passes and parts of them cost; the planner's `CostModel` is one."""
 
     @property
     def request(self) -> Sizes: ...
 
-    def step(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
+    def pass_cost(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
         """Returns the cost of a pass of `queries` tokens over a bounded cache of `entries`.
 
         Args:
             graph: the pass is launched as one CUDA graph.
         """
 
-    def step_on_two(self, shape: ModelShape, order: LayerOrder, queries: int, entries: int) -> Cost:
+    def pass_cost_on_two(self, shape: ModelShape, order: LayerOrder, queries: int, entries: int) -> Cost:
         """Returns the cost of such a pass in an order on two devices."""
 
     def host_attention_ms(self, tokens: int, queries: int) -> float:
@@ -239,7 +239,7 @@ class Level(ABC):
         """Returns its order of groups of layers on two devices; None: it has no groups that could be."""
         return None
 
-    def pass_cost(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
+    def pass_cost(self, costs: PassCosts, queries: int, *, first: bool = False) -> Cost:
         """Returns the cost of one pass over `queries` tokens.
 
         Args:
@@ -247,7 +247,7 @@ class Level(ABC):
         """
         return Cost()
 
-    def refresh_cost(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
+    def refresh_cost(self, costs: PassCosts, tokens: float, apart: float) -> tuple[float, float]:
         """Returns how often its cache is refreshed while decoding, and what that costs.
 
         Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.priors import HEAD_ACCEPTANCE
 from offload_rt.config.validation import require
-from offload_rt.drafting.levels.base import Cost, Level, Memory, Rates, Resources, Sizes
+from offload_rt.drafting.levels.base import Cost, Level, Memory, PassCosts, Resources, Sizes
 from offload_rt.model.shape import head_shape
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class HeadLevel(Level):
         head = head_shape(sizes.target)  # its output head is the target's own
         return {"head_weights": head.weight_bytes - head.embedding_parameters * head.dtype.itemsize}
 
-    def pass_cost(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
-        return rates.step(head_shape(rates.request.target), queries)
+    def pass_cost(self, costs: PassCosts, queries: int, *, first: bool = False) -> Cost:
+        return costs.pass_cost(head_shape(costs.request.target), queries)
 
     def drafter(
         self, below: Drafter, shape_below: DraftShape, shape: DraftShape, resources: Resources

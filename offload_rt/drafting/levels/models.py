@@ -28,7 +28,7 @@ from offload_rt.config.priors import (
     SMALL_MODEL_ACCEPTANCE,
     rejections,
 )
-from offload_rt.drafting.levels.base import Cost, Level, Memory, Rates, Resources, Sizes, local_memory
+from offload_rt.drafting.levels.base import Cost, Level, Memory, PassCosts, Resources, Sizes, local_memory
 from offload_rt.errors import UsageError
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.shape import ModelShape
@@ -93,12 +93,12 @@ class ModelLevel(Level):
     def acceptance(self, sizes: Sizes | None = None) -> float:
         return SAME_MODEL_ACCEPTANCE if sizes is None else sizes.same_model_acceptance
 
-    def pass_cost(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
-        sizes, order = rates.request, self._on_two(rates.request)
+    def pass_cost(self, costs: PassCosts, queries: int, *, first: bool = False) -> Cost:
+        sizes, order = costs.request, self._on_two(costs.request)
         if order is None:
-            return rates.step(self.running(sizes, first), queries, self._seen(sizes), graph=True)
+            return costs.pass_cost(self.running(sizes, first), queries, self._seen(sizes), graph=True)
         order = order.in_turn() if first and self.settings.calibrate else order
-        return rates.step_on_two(self.shape(sizes), order, queries, self._seen(sizes))
+        return costs.pass_cost_on_two(self.shape(sizes), order, queries, self._seen(sizes))
 
     def groups_on_two(self, sizes: Sizes) -> LayerOrder | None:
         shape = self.shape(sizes)
@@ -343,8 +343,8 @@ class RetrievedLevel(ModelLevel):
         one = size.nbytes(layout, means)
         return buffers * one + size.staging_bytes(layout)
 
-    def refresh_cost(self, rates: Rates, tokens: float, apart: float) -> tuple[float, float]:
-        sizes, retrieval, target = rates.request, self.config.retrieval, rates.request.target
+    def refresh_cost(self, costs: PassCosts, tokens: float, apart: float) -> tuple[float, float]:
+        sizes, retrieval, target = costs.request, self.config.retrieval, costs.request.target
         everything = sizes.context + sizes.new_tokens <= retrieval.budget
         # How often acceptance falls too low is not known beforehand.
         if everything or retrieval.refresh.kind == "acceptance":
@@ -354,13 +354,13 @@ class RetrievedLevel(ModelLevel):
         chosen = max(0, retrieval.budget - retrieval.recent)
         entries = (retrieval.recent + replaced * chosen) * target.token_bytes
         moves = 2 if retrieval.entry_bits == 16 else 3  # read and written; to be quantised, read again
-        copying, gathering = moves * rates.device_read_ms(entries), rates.gather_ms(entries)
+        copying, gathering = moves * costs.device_read_ms(entries), costs.gather_ms(entries)
         if sizes.refreshes_from_stream:
             # Entries are in the stream of a pass, but for those that other processors attend.
             return share, copying + apart * gathering
         chunks = sizes.context // retrieval.chunk
         if retrieval.select == "mean_keys":
-            choosing = rates.host_read_ms(chunks * target.token_bytes // 2)
+            choosing = costs.host_read_ms(chunks * target.token_bytes // 2)
         else:
             # Chosen where the scores are: on a GPU for all layers at once, on the host layer by layer.
             scores = chunks * target.paged_layers * target.kv_heads
@@ -421,12 +421,12 @@ class SharedLevel(ModelLevel):
     def memory(self, sizes: Sizes) -> Memory:
         return {"shared_cache": shared_bytes(sizes.target.layout(self.config.store.page))}
 
-    def pass_cost(self, rates: Rates, queries: int, *, first: bool = False) -> Cost:
-        sizes = rates.request
+    def pass_cost(self, costs: PassCosts, queries: int, *, first: bool = False) -> Cost:
+        sizes = costs.request
         shape = self.running(sizes, first)
         whole = max(1, sizes.target.paged_layers)
-        attending = rates.host_attention_ms(sizes.context, queries) * shape.paged_layers / whole
-        return rates.step(shape, queries) + Cost(attending)
+        attending = costs.host_attention_ms(sizes.context, queries) * shape.paged_layers / whole
+        return costs.pass_cost(shape, queries) + Cost(attending)
 
     def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
         from offload_rt.caches.shared import SharedCache

@@ -134,8 +134,8 @@ def product_rate(measured: Sequence[ProductRate], rows: int) -> float:
     return most / rows / longest
 
 
-class Predictor:
-    """Predicts times of one request (a `levels.base.Rates`)."""
+class CostModel:
+    """Predicts the times of passes, drafts and rounds of one request (a `levels.base.PassCosts`)."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.config = request, request.config
@@ -143,7 +143,7 @@ class Predictor:
         self.processor = next(iter(request.hardware.gpus), self.host)  # what decodes
         self._ahead_ms: dict[tuple[DraftShape, int], list[float]] = {}
 
-    def step(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
+    def pass_cost(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
         remote = self.request.remote_mlps if shape.name == self.target.name else 0
         products = self._products(shape, queries)
         attending = self._attention(shape, entries, queries) + self._windows(shape, queries)
@@ -155,9 +155,9 @@ class Predictor:
         launching = shape.layers * self.processor.launch_ms
         return Cost(busy, GRAPH_LAUNCH_SHARE * launching if graphed else launching)
 
-    def step_on_two(self, shape: ModelShape, order: LayerOrder, queries: int, entries: int) -> Cost:
+    def pass_cost_on_two(self, shape: ModelShape, order: LayerOrder, queries: int, entries: int) -> Cost:
         # Two devices are no CUDA graph.
-        whole = self.step(shape, queries, entries)
+        whole = self.pass_cost(shape, queries, entries)
         first, second = self.request.hardware.gpus[:2]
 
         def block_ms(gpu: Gpu) -> float:
@@ -239,7 +239,7 @@ class Predictor:
 
     def dense(self, queries: int) -> Cost:
         """Returns the cost of a target pass of `queries` tokens, without attention over the context."""
-        return self.step(self.target, queries)
+        return self.pass_cost(self.target, queries)
 
     def verification(self, placement: Placement, drafted: DraftShape) -> PassTime:
         """Returns the times of a pass over the full cache that verifies a draft."""
