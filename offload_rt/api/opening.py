@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpu_kv import CudaLink, ElementType, Link
 from offload_rt.config.schema import AUTO, NO_DRAFT, Config
 from offload_rt.config.settings import NO_QUANTIZATION
-from offload_rt.drafting.levels.base import needs_draft_model, possible, used_levels
+from offload_rt.drafting.levels.base import needs_draft_model, used_levels
 from offload_rt.drafting.levels.configs import load_configs
 from offload_rt.engine.engine import Engine, ProgressReport
 from offload_rt.errors import UsageError
@@ -30,10 +30,8 @@ from offload_rt.model.quantized_checkpoints import installed_quantization, refus
 from offload_rt.model.rope import Yarn
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.local_plans import choose_draft
-from offload_rt.planning.placement import PlanRequest
-from offload_rt.planning.planner import Plan, ranked
+from offload_rt.planning.planner import Plan, longest, ranked, requests_for
 
-SHORTEST_CONTEXT = 1024  # tokens: weights are spread over GPUs for no shorter one
 Sizes = tuple[int, int]
 """Prompt tokens and new ones."""
 
@@ -144,19 +142,10 @@ def _plan(
     """
     place, *others = devices
     hardware = usable_hardware(place, on_progress=on_progress, other_gpus=[(one, 0) for one in others])
-    candidates = possible(configs, draft is not None, bool(target.paged_layers))
-    small = None if draft is None else replace(draft, dtype=target.dtype)
-
-    def planned_for(sizes: Sizes) -> Plan:
-        return ranked(PlanRequest(target, small, one, *sizes, hardware) for one in candidates)[0]
-
-    if size_hint is not None:
-        planned = planned_for(size_hint)
-        planned.check()
-        return planned
-    tokens = target.max_positions - 1
-    while not (planned := planned_for((tokens, 1))).fits and tokens > SHORTEST_CONTEXT:
-        tokens //= 2
+    if size_hint is None:
+        return longest(requests_for(configs, target, draft, (target.max_positions - 1, 1), hardware))
+    planned = ranked(requests_for(configs, target, draft, size_hint, hardware))[0]
+    planned.check()
     return planned
 
 

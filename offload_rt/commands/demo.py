@@ -152,20 +152,18 @@ def recital_verdict(text: str, expected: str) -> str:
 
 def _plans() -> Iterator[str]:
     """Yields a line on each of `CARDS`, and the command that shows more."""
-    from offload_rt.drafting.levels.base import possible
     from offload_rt.drafting.levels.configs import load_configs
     from offload_rt.model.named_shapes import find_shape
-    from offload_rt.planning.placement import PlanRequest
-    from offload_rt.planning.planner import ranked
+    from offload_rt.planning.planner import ranked, requests_for
     from offload_rt.system.hardware import named_hardware
 
     yield f"plans      predicted, not measured, for GPUs in a desktop with {CARDS_RAM} GiB of memory:"
-    configs, command = possible(load_configs("auto", {}), draft_model=False), ""
+    configs, command = load_configs("auto", {}), ""
     for gpu, model, quantize, context in CARDS:
         tokens = prompts.token_count(context)
         shape, machine = find_shape(model, None, quantize=quantize), named_hardware(gpu, ram=CARDS_RAM)
         sizes = tokens - CARDS_NEW_TOKENS, CARDS_NEW_TOKENS
-        best = ranked(PlanRequest(shape, None, config, *sizes, machine) for config in configs)[0]
+        best = ranked(requests_for(configs, shape, None, sizes, machine))[0]
         predicted = best.check()
         weights = "" if quantize == "none" else f" in {quantize}"
         yield (

@@ -115,10 +115,9 @@ def run(arguments: argparse.Namespace) -> int:
     named = None if arguments.gpu is None else _hardware(arguments)
 
     from offload_rt.commands import plan_report
-    from offload_rt.drafting.levels.base import needs_draft_model, possible
+    from offload_rt.drafting.levels.base import needs_draft_model
     from offload_rt.model.dtypes import choose_element
-    from offload_rt.planning.placement import PlanRequest
-    from offload_rt.planning.planner import ranked, unquantized_experts
+    from offload_rt.planning.planner import ranked, requests_for, unquantized_experts
 
     target, tokens, stretched = _target(arguments)
     hardware = named or _hardware(arguments)
@@ -128,13 +127,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     def planned_with(small: ModelShape | None) -> list[Plan]:
         return ranked(
-            PlanRequest(
-                *(target, small and replace(small, dtype=target.dtype), config),
-                *(context, new_tokens, hardware),
+            requests_for(
+                configs,
+                target,
+                small,
+                (context, new_tokens),
+                hardware,
                 expected_acceptance=arguments.acceptance,
                 small_model_acceptance=arguments.draft_acceptance,
             )
-            for config in possible(configs, small is not None)
         )
 
     small, told = None, None

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 from cpu_kv import ElementType
 from offload_rt.config.schema import Config
-from offload_rt.drafting.levels.base import possible
 from offload_rt.errors import UsageError
 from offload_rt.model.local_models import LocalModel, drafts_for
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.placement import PlanRequest
-from offload_rt.planning.planner import Plan, longest, ranked
+from offload_rt.planning.planner import Plan, longest, ranked, requests_for
 from offload_rt.system.hardware import Hardware
 
 NEW_TOKENS = 256
@@ -87,21 +86,19 @@ def _planned(
         return LocalPlan(model)
     shape = replace(model.shape, dtype=dtype(model.shape.dtype) or model.shape.dtype)
 
-    def requests(draft: ModelShape | None, length: int) -> list[PlanRequest]:
+    def asked(draft: ModelShape | None, length: int) -> list[PlanRequest]:
         new = min(NEW_TOKENS, length // 2)
-        small = None if draft is None else replace(draft, dtype=shape.dtype)
-        candidates = possible(configs, draft is not None, bool(shape.paged_layers))
-        return [PlanRequest(shape, small, one, length - new, new, hardware) for one in candidates]
+        return requests_for(configs, shape, draft, (length - new, new), hardware)
 
-    most = longest(requests(None, shape.max_positions))
+    most = longest(asked(None, shape.max_positions))
     length = context or tokens(most)
     if not most.fits or length > shape.max_positions:
         return LocalPlan(model, most)
     drafts = []
     for draft in drafts_for(shape, model.tokenizer, models):
-        if (planned := ranked(requests(draft.shape, length))[0]).fits:
+        if (planned := ranked(asked(draft.shape, length))[0]).fits:
             drafts.append((draft, planned))
-    plan = ranked(requests(None, length))[0]
+    plan = ranked(asked(None, length))[0]
     return LocalPlan(model, most, plan, tuple(sorted(drafts, key=lambda one: one[1].ms_per_token)))
 
 

@@ -14,9 +14,12 @@ from math import ceil, inf
 
 from cpu_kv import ElementType
 from offload_rt.config.draft_shape import DraftShape
-from offload_rt.drafting.levels.base import Memory
+from offload_rt.config.priors import SMALL_MODEL_ACCEPTANCE
+from offload_rt.config.schema import Config
+from offload_rt.drafting.levels.base import Memory, possible
 from offload_rt.errors import UsageError
 from offload_rt.model.quantization import NF4, Quantization
+from offload_rt.model.shape import ModelShape
 from offload_rt.planning import assumptions
 from offload_rt.planning.cost_model import CostModel, RoundTime
 from offload_rt.planning.placement import (
@@ -27,7 +30,7 @@ from offload_rt.planning.placement import (
     host_memory,
     shortage,
 )
-from offload_rt.system.hardware import GIB
+from offload_rt.system.hardware import GIB, Hardware
 
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
 THRIFTY = (("store.segment_bytes", 16 * 2**20), ("prefill.chunk", 512), ("retrieval.rest", False))
@@ -143,6 +146,27 @@ class Plan:
             "assumptions": list(self.assumptions),
         }
         return report if self.fits else report | {"refusal": self.refusal}
+
+
+def requests_for(
+    configs: Sequence[Config],
+    target: ModelShape,
+    draft: ModelShape | None,
+    sizes: tuple[int, int],
+    hardware: Hardware,
+    expected_acceptance: float | None = None,
+    small_model_acceptance: float = SMALL_MODEL_ACCEPTANCE,
+) -> list[PlanRequest]:
+    """Returns a request for each config that the models allow.
+
+    Args:
+        draft: gets the dtype of the target.
+        sizes: tokens of the prompt, and new ones.
+    """
+    expected = expected_acceptance, small_model_acceptance
+    small = None if draft is None else replace(draft, dtype=target.dtype)
+    candidates = possible(configs, draft is not None, bool(target.paged_layers))
+    return [PlanRequest(target, small, one, *sizes, hardware, *expected) for one in candidates]
 
 
 def plan(request: PlanRequest) -> Plan:

@@ -57,8 +57,8 @@ class SequencePlan:
     def adapted(self, config: Config) -> SequencePlan:
         """Returns the plan for another config over the same KV.
 
-        What that config leaves open is as planned, for which there is room. Its keys for the prefill come too
-        late, and those of the store stay.
+        What that config leaves open is as planned, for which there is room. Its keys for the prefill and the
+        store come too late.
         """
         planned = self.config
         if config is planned:
@@ -69,7 +69,9 @@ class SequencePlan:
         budget = planned.retrieval.budget
         if config.retrieval.budget == 0 and budget >= config.retrieval.always_held:
             config = config.having("retrieval.budget", budget)
-        request = replace(self.request, config=replace(config, store=planned.store))
+        request = replace(self.request, config=config)
+        if request.chooses_budget:
+            request = replace(request, config=replace(config, store=planned.store))
         return SequencePlan.of(request, self.tiers)
 
     def costs(self, tokens: int) -> SequenceCosts:

@@ -31,9 +31,9 @@ from offload_rt.caches.refresh import RetrievalRefresh
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.config.draft_shape import CHAIN
 from offload_rt.engine.controller import SpeculationController
-from offload_rt.engine.engine import Engine
 from offload_rt.errors import UsageError
 from offload_rt.kernels.sizes import GROUP
+from offload_rt.planning.sequence_planner import SequencePlan, SequencePlanner
 
 SHORT = SamplingParams(max_tokens=24)
 
@@ -334,13 +334,13 @@ def test_a_sequence_is_planned_for_what_one_that_is_closed_held(
 ) -> None:
     """On the device; closing lets it go, and not the garbage collector. Buffers are kept for the next one."""
     held = list[FullCache]()
-    planned, plan = [], Engine.plan
+    planned, plan = [], SequencePlanner.plan
 
-    def watched(engine: Engine, *arguments: Any) -> Any:
+    def watched(planner: SequencePlanner, *arguments: Any) -> SequencePlan:
         planned.append(sum(full.resident_bytes for full in held))
-        return plan(engine, *arguments)
+        return plan(planner, *arguments)
 
-    monkeypatch.setattr(Engine, "plan", watched)
+    monkeypatch.setattr(SequencePlanner, "plan", watched)
     gc.disable()
     try:
         link, overrides = PacedLink(1e9), engine_overrides(resident_tokens=64)
