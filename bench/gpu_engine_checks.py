@@ -34,8 +34,8 @@ from offload_rt.model.config_shapes import from_config
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel
-from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
+from offload_rt.planning.request import PlanRequest
 from offload_rt.system.device_copies import to_host
 from offload_rt.system.hardware import GIB
 

@@ -30,7 +30,7 @@ from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.loading import load_model, load_tokenizer
 from offload_rt.model.passes import PassOutput
 from offload_rt.model.runner import CausalModel
-from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.request import PlanRequest
 from offload_rt.planning.sequence_planner import SequencePlan
 from offload_rt.sampling.sampler import GeneratorDraws, Sampler
 from offload_rt.system.hardware import NO_GPU, named_hardware

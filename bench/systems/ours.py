@@ -25,8 +25,8 @@ from offload_rt.model.embedded import model_name
 from offload_rt.model.loading import load_model
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.runner import CausalModel
-from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import plan
+from offload_rt.planning.request import PlanRequest
 
 
 @lru_cache(1)

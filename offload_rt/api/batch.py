@@ -17,7 +17,7 @@ from offload_rt.engine.prefix import KVPrefix
 from offload_rt.engine.results import GenerationResult
 from offload_rt.errors import UsageError
 from offload_rt.model.runner import CausalModel
-from offload_rt.planning.placement import check_positions
+from offload_rt.planning.request import check_positions
 from offload_rt.sampling.params import SamplingParams
 from offload_rt.text.tokenize import common_beginning
 

@@ -20,7 +20,7 @@ from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.runner import CausalModel
-from offload_rt.planning.placement import check_positions
+from offload_rt.planning.request import check_positions
 from offload_rt.planning.sequence_planner import SequencePlan
 from offload_rt.sampling.params import SamplingParams, integer
 from offload_rt.system import clock

@@ -112,7 +112,7 @@ def open_models(
         if size_hint is not None and on_plan is not None:
             checked_config(source, rope, quantize)  # first, as files that `load_model` refuses will not run
             on_plan(planned)
-    mlps = planned.request.remote_mlps if planned is not None else 0
+    mlps = planned.memory.remote_mlps if planned is not None else 0
     remote_mlps = (others[0], mlps) if mlps else None
     target = load_model(
         source, place, wanted, on_progress, remote_mlps=remote_mlps, rope=rope, quantize=quantize

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import offload_rt
 from offload_rt.commands.console import duration
 from offload_rt.model.shape import ModelShape
-from offload_rt.planning.placement import largest
+from offload_rt.planning.memory import largest
 from offload_rt.planning.planner import Plan, Prediction, comparison, plan
 from offload_rt.system.hardware import GIB
 

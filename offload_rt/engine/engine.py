@@ -25,7 +25,7 @@ from offload_rt.machine.inventory import native_kernel
 from offload_rt.machine.recommendations import without_kernel, without_triton
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.runner import CausalModel
-from offload_rt.planning.placement import available, check_positions, check_vocabulary
+from offload_rt.planning.request import available, check_positions, check_vocabulary
 from offload_rt.planning.sequence_planner import SequencePlan, SequencePlanner
 from offload_rt.system.second_device import SecondDevice
 from offload_rt.system.timeline import NO_TIMELINE

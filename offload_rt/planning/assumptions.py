@@ -13,7 +13,8 @@ from offload_rt.planning.cost_model import (
     RoundTime,
     product_rates,
 )
-from offload_rt.planning.placement import PlanRequest
+from offload_rt.planning.memory import MemoryBudget
+from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import GIB
 
 
@@ -33,13 +34,14 @@ def machine(request: PlanRequest) -> Iterator[str]:
             f"to it and {gpu.to_host_rate:.1f} GB/s back, {gpu.launch_ms:.2f} ms to launch a layer's kernels"
         )
     yield from _quantized(request)
+    memory = MemoryBudget(request)
     if request.stored.packed:
         yield (
             f"packed pages take {PACKED_ATTENTION:g} times the time of the CPU's attention; a GPU unpacks"
-            f" {'streamed and resident' if request.resident.packed else 'streamed'} ones in every pass"
+            f" {'streamed and resident' if memory.resident.packed else 'streamed'} ones in every pass"
         )
-    if request.remote_mlps:
-        yield f"MLP blocks of {request.remote_mlps} of {request.target.layers} layers are on GPU 1"
+    if memory.remote_mlps:
+        yield f"MLP blocks of {memory.remote_mlps} of {request.target.layers} layers are on GPU 1"
     if request.other_gpus:
         yield "GPU 0 computes, the others keep and attend KV, each over its own link"
 

@@ -18,7 +18,9 @@ from offload_rt.kernels.sizes import MOST_PACKED_QUERIES, PACKED_TILE
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.shape import ModelShape
-from offload_rt.planning.placement import Placement, PlanRequest
+from offload_rt.planning.memory import MemoryBudget
+from offload_rt.planning.placement import Placement
+from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import AttentionRate, Gpu, ProductRate
 
 GRAPH_LAUNCH_SHARE = 0.1
@@ -139,12 +141,13 @@ class CostModel:
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.config = request, request.config
+        self.memory = MemoryBudget(request)
         self.target, self.host = request.target, request.hardware.host
         self.processor = next(iter(request.hardware.gpus), self.host)  # what decodes
         self._ahead_ms: dict[tuple[DraftShape, int], list[float]] = {}
 
     def pass_cost(self, shape: ModelShape, queries: int, entries: int = 0, *, graph: bool = False) -> Cost:
-        remote = self.request.remote_mlps if shape.name == self.target.name else 0
+        remote = self.memory.remote_mlps if shape.name == self.target.name else 0
         products = self._products(shape, queries)
         attending = self._attention(shape, entries, queries) + self._windows(shape, queries)
         if not self.request.in_place:
@@ -434,7 +437,7 @@ class CostModel:
         if self.request.in_place:
             return computing + launching
         gpu = self.request.hardware.gpus[0]
-        sent = self.request.remote_mlps * tokens * target.hidden * target.dtype.itemsize
+        sent = self.memory.remote_mlps * tokens * target.hidden * target.dtype.itemsize
         computing += sent / gpu.to_host_rate / 1e6 + sent / gpu.to_device_rate / 1e6
         if self.request.stored.packed:  # read twice, written once
             moved = tokens * target.token_bytes * (2 + self.request.stored.stored_share)

@@ -10,8 +10,8 @@ from offload_rt.config.schema import Config
 from offload_rt.errors import UsageError
 from offload_rt.model.local_models import LocalModel, drafts_for
 from offload_rt.model.shape import ModelShape
-from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, longest, ranked, requests_for
+from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import Hardware
 
 NEW_TOKENS = 256

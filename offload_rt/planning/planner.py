@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from math import ceil, inf
 
 from cpu_kv import ElementType
@@ -22,14 +23,9 @@ from offload_rt.model.quantization import NF4, Quantization
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning import assumptions
 from offload_rt.planning.cost_model import CostModel, RoundTime
-from offload_rt.planning.placement import (
-    RESERVE_SHARE,
-    Placement,
-    PlanRequest,
-    gpu_memory,
-    host_memory,
-    shortage,
-)
+from offload_rt.planning.memory import RESERVE_SHARE, MemoryBudget
+from offload_rt.planning.placement import Placement
+from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import GIB, Hardware
 
 SMALLEST_BUDGET_SHARE = 0.25  # of the config's: a smaller cache would be another composition
@@ -86,6 +82,11 @@ class Plan:
         """Number of devices that attention blocks of layers in groups run on; 0 without such groups."""
         return max(1, self.request.config.offload.group_devices) if self.request.groups else 0
 
+    @cached_property
+    def memory(self) -> MemoryBudget:
+        """What is needed of each memory."""
+        return MemoryBudget(self.request)
+
     @property
     def gpus(self) -> list[Memory]:
         """Bytes that each GPU holds, by purpose."""
@@ -93,12 +94,12 @@ class Plan:
             return []
         placement = self.placement
         kept = placement.resident_tokens, *(gpu.resident_tokens for gpu in placement.gpus)
-        return [gpu_memory(self.request, number, tokens) for number, tokens in enumerate(kept)]
+        return [self.memory.gpu(number, tokens) for number, tokens in enumerate(kept)]
 
     @property
     def host(self) -> Memory:
         """Bytes that the host holds, by purpose."""
-        return host_memory(self.request)
+        return self.memory.host
 
     def check(self) -> Prediction:
         """Returns the prediction. Raises UsageError where the plan does not fit."""
@@ -138,7 +139,7 @@ class Plan:
                 "segment_tokens": request.segment_tokens,
                 "cpu_attended_tokens": placement.cpu_tokens,
                 "other_gpus": [asdict(gpu) for gpu in placement.gpus],
-                "remote_mlps": request.remote_mlps,
+                "remote_mlps": self.memory.remote_mlps,
                 "group_devices": self.group_devices,
             },
             "memory": {"gpus": self.gpus, "host": self.host},
@@ -189,7 +190,7 @@ def _fastest(request: PlanRequest) -> Plan:
     ways = _ways(request)
     models = {way: CostModel(fitting) for way in ways if (fitting := _fitting(way))}
     if not models:
-        return _unplanned(ways[0], str(shortage(ways[0])))
+        return _unplanned(ways[0], str(MemoryBudget(ways[0]).shortage))
     rounds = {way: _best_round(costs) for way, costs in models.items()}
     chosen = min(rounds, key=lambda way: rounds[way].ms_per_token)
     return _planned(chosen, models[chosen], rounds[chosen])
@@ -219,7 +220,7 @@ def _choices(request: PlanRequest) -> Iterator[tuple[str, Sequence[object]]]:
 
 
 def _unplanned(request: PlanRequest, refusal: str) -> Plan:
-    placement = request.placement(0, request.context if request.in_place else 0)
+    placement = MemoryBudget(request).placement(0, request.context if request.in_place else 0)
     return Plan(request, placement, 0, refusal, None, tuple(assumptions.machine(request)))
 
 
@@ -282,9 +283,9 @@ def _shortest_round(costs: CostModel, drafted: DraftShape) -> RoundTime:
     context, page, resident = request.context, request.config.store.page, request.given_resident
 
     def at(resident: int, cpu: int) -> RoundTime:
-        return costs.round(costs.verification(request.placement(resident, cpu), drafted), draft)
+        return costs.round(costs.verification(costs.memory.placement(resident, cpu), drafted), draft)
 
-    capacity, *others = request.capacities or [0]
+    capacity, *others = costs.memory.capacities or [0]
     if (cpu := request.given_cpu) is not None:
         if resident is None:
             resident = min(capacity, context - cpu)
@@ -320,14 +321,18 @@ def _lowest(places: range, at: Callable[[int], RoundTime]) -> list[RoundTime]:
 def _fitting(request: PlanRequest) -> PlanRequest | None:
     """Returns the request, with smaller sizes and a smaller retrieved cache if only that fits; else None."""
     for key, size in THRIFTY:
-        if shortage(request) is None:
+        if _fits(request):
             return request
         request = request.having(key, min(size, request.config.value(key)))
-    if shortage(request) is None:
+    if _fits(request):
         return request
     budget = _largest_budget(request)
     least = max(1, int(SMALLEST_BUDGET_SHARE * request.config.retrieval.budget))
     return request.having("retrieval.budget", budget) if budget >= least else None
+
+
+def _fits(request: PlanRequest) -> bool:
+    return MemoryBudget(request).shortage is None
 
 
 def _largest_budget(request: PlanRequest) -> int:
@@ -337,9 +342,7 @@ def _largest_budget(request: PlanRequest) -> int:
     retrieval = request.config.retrieval
     least = retrieval.chunk + retrieval.recent
     budgets = range(-(-least // retrieval.chunk) * retrieval.chunk, retrieval.budget, retrieval.chunk)
-    found = _most(
-        len(budgets), lambda count: not shortage(request.having("retrieval.budget", budgets[count - 1]))
-    )
+    found = _most(len(budgets), lambda count: _fits(request.having("retrieval.budget", budgets[count - 1])))
     return budgets[found - 1] if found else 0
 
 
@@ -347,7 +350,7 @@ def _refused(requests: Sequence[PlanRequest]) -> Plan:
     """Returns why none of several compositions fits, by the one that needs least, and what comes nearest."""
     plainest = min(requests, key=lambda one: len(one.levels))
     way = _ways(plainest)[0]
-    return _unplanned(way, f"{shortage(way)}; {_remedies(requests, way)}")
+    return _unplanned(way, f"{MemoryBudget(way).shortage}; {_remedies(requests, way)}")
 
 
 def _remedies(requests: Sequence[PlanRequest], plainest: PlanRequest) -> str:
@@ -373,9 +376,11 @@ def _size(request: PlanRequest) -> str | None:
     """Returns the smaller size that makes a request fit at its context; None where none does."""
     if request.given_resident:
         page = request.config.store.page
-        resident = request.capacities[0] // page * page  # a capacity for all of the context is no whole pages
+        resident = (
+            MemoryBudget(request).capacities[0] // page * page
+        )  # a capacity for all of the context is no whole pages
         fewer = request.having("offload.resident_tokens", resident)
-        if resident < request.given_resident and not shortage(fewer):
+        if resident < request.given_resident and _fits(fewer):
             return f"--set offload.resident_tokens={resident}"
     if budget := _largest_budget(request):
         return f"--set retrieval.budget={budget}"
@@ -413,7 +418,8 @@ def unquantized_experts(request: PlanRequest) -> Iterator[str]:
     if target.quantization is None or target.quantization.experts or not target.expert_parameters:
         return
     experts = target.layers * target.expert_parameters * target.dtype.itemsize / GIB
-    memory = host_memory(request) if request.in_place else gpu_memory(request, 0)
+    budget = MemoryBudget(request)
+    memory = budget.host if request.in_place else budget.gpu(0)
     needed = ceil((sum(memory.values()) - memory["reserve"]) / (1 - RESERVE_SHARE) / GIB)
     yield (
         f"{target.quantization.name} leaves the experts in {target.dtype},"

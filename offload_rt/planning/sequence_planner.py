@@ -18,8 +18,9 @@ from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.host_embedding import host_bytes
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
-from offload_rt.planning.placement import PlanRequest, check_positions, shared_gpu
+from offload_rt.planning.memory import MemoryBudget, shared_gpu
 from offload_rt.planning.planner import Plan, comparison, ranked, with_budget
+from offload_rt.planning.request import PlanRequest, check_positions
 from offload_rt.planning.sequence_costs import SequenceCosts
 from offload_rt.system.hardware import NO_GPU, Hardware, behind_a_link, named_hardware
 from offload_rt.system.memory import available_memory
@@ -137,7 +138,8 @@ class SequencePlanner:
         others = len(self._shared.other_links)
         pages = max(0, request.context - resident - cpu) // page // (1 + others)
         return SequencePlan.of(
-            request, Tiers(resident, cpu, (GpuTier(0, pages * page),) * others, request.resident.packed)
+            request,
+            Tiers(resident, cpu, (GpuTier(0, pages * page),) * others, MemoryBudget(request).resident.packed),
         )
 
     def placed(self, prompt: int, new_tokens: int, tiers: Tiers) -> SequencePlan:
@@ -252,4 +254,4 @@ def _tiers(plan: Plan) -> Tiers:
     if offload.cpu_tokens < 0:
         cpu = placement.cpu_tokens // page * page
     gpus = (GpuTier(up(gpu.resident_tokens), gpu.streamed_tokens // page * page) for gpu in placement.gpus)
-    return Tiers(up(placement.resident_tokens), cpu, tuple(gpus), plan.request.resident.packed)
+    return Tiers(up(placement.resident_tokens), cpu, tuple(gpus), plan.memory.resident.packed)

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from offload_rt.api.llm import LLM
 from offload_rt.errors import UsageError, first_line
-from offload_rt.planning.placement import check_positions
+from offload_rt.planning.request import check_positions
 from offload_rt.sampling.params import SamplingParams, token_ids
 from offload_rt.server.answering import Answering, ClientGone, explained
 from offload_rt.server.errors import ApiError, error_response

@@ -13,7 +13,8 @@ from offload_rt.drafting.levels.base import LEVELS, Level
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.drafting.levels.models import RetrievedLevel
 from offload_rt.model.named_shapes import SHAPES
-from offload_rt.planning.placement import PlanRequest, host_memory
+from offload_rt.planning.memory import MemoryBudget
+from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import named_hardware
 
 NAME = "target:own"
@@ -47,7 +48,7 @@ def test_memory_of_levels_that_give_it_one_name_is_added_up() -> None:
     def retrieved_caches(*levels: str) -> int:
         config = load_config("retrieval", {"speculation.levels": levels})
         hardware = named_hardware("none")
-        return host_memory(PlanRequest(SHAPES["llama2-7b"], None, config, 4096, 64, hardware))[
+        return MemoryBudget(PlanRequest(SHAPES["llama2-7b"], None, config, 4096, 64, hardware)).host[
             "retrieved_caches"
         ]
 

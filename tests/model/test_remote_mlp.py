@@ -32,7 +32,8 @@ from offload_rt.errors import UsageError
 from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.remote_mlp import RemoteMlp, place_mlps
-from offload_rt.planning.placement import PlanRequest, gpu_memory
+from offload_rt.planning.memory import MemoryBudget
+from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import GIB, Hardware, named_hardware
 
 
@@ -102,7 +103,7 @@ def test_what_the_first_gpu_has_no_room_for_is_on_the_second(
     gpu = replace(named_hardware("rtx4090").gpus[0], memory_bytes=2 * GIB)
     hardware = replace(named_hardware("rtx4090"), gpus=(gpu, gpu))
     asked = PlanRequest(shape, None, config, 400, 24, hardware)
-    room = sum(gpu_memory(asked, 0).values()) - shape.mlp_bytes - 1
+    room = sum(MemoryBudget(asked).gpu(0).values()) - shape.mlp_bytes - 1
     hardware = replace(hardware, gpus=(replace(gpu, memory_bytes=room), gpu))
     held = list[tuple[int, int]]()
 

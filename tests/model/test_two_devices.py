@@ -29,8 +29,9 @@ from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel, NotANumber
-from offload_rt.planning.placement import PlanRequest, gpu_memory
+from offload_rt.planning.memory import MemoryBudget
 from offload_rt.planning.planner import plan as planned
+from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import GIB, named_hardware
 from offload_rt.system.second_device import SecondDevice
 
@@ -257,12 +258,12 @@ def test_the_plan_counts_exchanges_and_copies() -> None:
     (plan,) = two.groups
     shape = two.target
     assert plan.exchanges == 10 and len(plan.remote) == 20
-    there, here = gpu_memory(two, 1), gpu_memory(two, 0)
+    there, here = MemoryBudget(two).gpu(1), MemoryBudget(two).gpu(0)
     streamed = [request(devices, **{"offload.refresh_from": "stream"}) for devices in (1, 2)]
     assert [one.refreshes_from_stream for one in streamed] == [True, False]  # a pass streams to one GPU
     assert there["group_weights"] == 20 * shape.attention_bytes == 20 * 4 * shape.hidden**2 * 2
-    assert there["group_caches"] + here["retrieved_caches"] == gpu_memory(one, 0)["retrieved_caches"]
-    assert there["group_caches"] > 0 and "group_weights" not in gpu_memory(one, 1)
+    assert there["group_caches"] + here["retrieved_caches"] == MemoryBudget(one).gpu(0)["retrieved_caches"]
+    assert there["group_caches"] > 0 and "group_weights" not in MemoryBudget(one).gpu(1)
 
 
 def test_two_devices_are_planned_where_they_gain() -> None:

@@ -25,8 +25,9 @@ from offload_rt.model.config_shapes import from_config
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning import sequence_planner
-from offload_rt.planning.placement import GPU_RESERVE_BYTES, PlanRequest
+from offload_rt.planning.memory import GPU_RESERVE_BYTES
 from offload_rt.planning.planner import Plan, plan, ranked
+from offload_rt.planning.request import PlanRequest
 from offload_rt.planning.sequence_planner import SequencePlan, SequencePlanner
 from offload_rt.system.hardware import AttentionRate, Hardware, named_hardware
 

@@ -19,7 +19,7 @@ from offload_rt.drafting.verifier import lossless
 from offload_rt.kernels import operators
 from offload_rt.kernels.quantized import QuantizedKV
 from offload_rt.model.named_shapes import find_shape
-from offload_rt.planning.placement import verdict_bytes
+from offload_rt.planning.memory import verdict_bytes
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.sampler import GeneratorDraws, Sampler
 from offload_rt.sampling.tokens import Tokens

@@ -30,8 +30,9 @@ from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.cost_model import PACKED_ATTENTION, CostModel
-from offload_rt.planning.placement import PlanRequest, allowed_drafts, gpu_memory, host_memory
+from offload_rt.planning.memory import MemoryBudget
 from offload_rt.planning.planner import plan
+from offload_rt.planning.request import PlanRequest, allowed_drafts
 from offload_rt.system.hardware import GIB, Hardware, named_hardware
 
 QWEN = find_shape("qwen3.5-9b", None)  # 8 of 32 layers are full, the others keep a state
@@ -169,7 +170,7 @@ def test_kinds_are_those_of_all_layers() -> None:
 def test_memory_of_recurrent_states() -> None:
     """Four copies on the GPU, and one for each of eight points in host memory."""
     one = 24 * ((2 * 16 + 32) * 128 * 4 * 2 + 32 * 128 * 128 * 4)
-    gpu, host = gpu_memory(asked(QWEN), 0, resident=256), host_memory(asked(QWEN))
+    gpu, host = MemoryBudget(asked(QWEN)).gpu(0, resident=256), MemoryBudget(asked(QWEN)).host
     assert QWEN.state_bytes == one
     assert gpu["recurrent_states"] == 4 * one and "sliding_windows" not in gpu
     assert host["rewind_points"] == 8 * one
@@ -183,12 +184,12 @@ def test_memory_of_sliding_windows() -> None:
     """Twice the window and the tokens of a pass on the GPU, the window at each point in host memory."""
     token = 29 * 2 * 4 * 256 * 2
     plain, drafting = asked(GEMMA), asked(GEMMA, "retrieval")
-    assert gpu_memory(plain, 0)["sliding_windows"] == (2 * 1024 + 1) * token
-    assert gpu_memory(drafting, 0)["sliding_windows"] == (2 * 1024 + drafting.longest_draft + 1) * token
-    assert host_memory(plain)["rewind_points"] == 8 * 1024 * token
-    assert "recurrent_states" not in gpu_memory(plain, 0)
+    assert MemoryBudget(plain).gpu(0)["sliding_windows"] == (2 * 1024 + 1) * token
+    assert MemoryBudget(drafting).gpu(0)["sliding_windows"] == (2 * 1024 + drafting.longest_draft + 1) * token
+    assert MemoryBudget(plain).host["rewind_points"] == 8 * 1024 * token
+    assert "recurrent_states" not in MemoryBudget(plain).gpu(0)
     # Without a GPU they are the host's.
-    in_place = host_memory(asked(GEMMA, hardware=Hardware(HOST, (), measured=True)))
+    in_place = MemoryBudget(asked(GEMMA, hardware=Hardware(HOST, (), measured=True))).host
     assert in_place["sliding_windows"] == (2 * 1024 + 1) * token
 
 
@@ -197,7 +198,7 @@ def test_fewer_points_are_kept_where_the_host_has_room_for_fewer() -> None:
         # The reserve and the embedding; nothing is paged.
         memory = GIB + MISTRAL.host_embedding_bytes + points * MISTRAL.window_bytes()
         hardware = Hardware(replace(HOST, memory_bytes=memory), DESKTOP.gpus, measured=True)
-        found = host_memory(asked(MISTRAL, hardware=hardware))
+        found = MemoryBudget(asked(MISTRAL, hardware=hardware)).host
         assert found["rewind_points"] == kept * MISTRAL.window_bytes()
 
 
@@ -205,12 +206,12 @@ def test_a_prefill_holds_the_kv_of_a_layer_where_one_is_full() -> None:
     sliding, full = (
         replace(MISTRAL, kinds=kinds) for kinds in (MISTRAL.kinds, LayerKinds.uniform(32, 8, 128))
     )
-    difference = gpu_memory(asked(full), 0)["prefill"] - gpu_memory(asked(sliding), 0)["prefill"]
+    difference = MemoryBudget(asked(full)).gpu(0)["prefill"] - MemoryBudget(asked(sliding)).gpu(0)["prefill"]
     written = (PROMPT_WRITES + 1) * 2048
     assert difference == (30_000 + written) * 2 * 8 * 128 * 2
     # A mixer needs more for a chunk than an MLP.
     without = replace(QWEN, recurrence=replace(QWEN.recurrence, working_bytes=0))
-    assert gpu_memory(asked(QWEN), 0)["prefill"] > gpu_memory(asked(without), 0)["prefill"]
+    assert MemoryBudget(asked(QWEN)).gpu(0)["prefill"] > MemoryBudget(asked(without)).gpu(0)["prefill"]
 
 
 def test_a_draft_model_keeps_windows_and_states_too() -> None:
@@ -218,7 +219,7 @@ def test_a_draft_model_keeps_windows_and_states_too() -> None:
     config = load_config("naive", {})
     small = replace(GEMMA, kinds=LayerKinds.uniform(34, 4, 256))
     with_windows, without = (
-        gpu_memory(PlanRequest(target, draft, config, 30_000, 256, DESKTOP), 0)["draft_cache"]
+        MemoryBudget(PlanRequest(target, draft, config, 30_000, 256, DESKTOP)).gpu(0)["draft_cache"]
         for draft in (GEMMA, small)
     )
     entries = without // small.token_bytes
@@ -261,7 +262,7 @@ def test_only_full_layers_stream_and_exchange() -> None:
     assert lanes.dense.launch_ms == pytest.approx(0.3 * (32 + segments * 14 / 45))
     # Many queries are bound by computing.
     rates = CostModel(asked(QWEN))
-    many = rates.verification(rates.request.placement(0, 0), CHAIN.deep(255))
+    many = rates.verification(rates.memory.placement(0, 0), CHAIN.deep(255))
     assert many.attention == DESKTOP.gpus[0].compute_ms(8 * 4 * 16 * 256 * 30_000 * 256)
 
 

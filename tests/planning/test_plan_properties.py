@@ -14,8 +14,9 @@ from plan_cases import JF68M, check_sums, expected_round, gpu, request
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.model.named_shapes import SHAPES
 from offload_rt.planning.cost_model import CostModel
-from offload_rt.planning.placement import PlanRequest, gpu_memory
+from offload_rt.planning.memory import MemoryBudget
 from offload_rt.planning.planner import THRIFTY, plan
+from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import GIB, AttentionRate, Gpu, Hardware, Host
 
 GAMMA_8 = {"speculation.gamma2": 8}
@@ -96,7 +97,7 @@ def gpu_requests(draw: st.DrawFn, longest: int = 150_000) -> PlanRequest:
     hardware = draw(machines(gpus=(1, 1)))
     host = replace(hardware.host, memory_bytes=2000 * GIB, lockable_bytes=2000 * GIB)
     asked = replace(asked, hardware=Hardware(host, hardware.gpus, measured=False))
-    parts = gpu_memory(with_card(asked, memory_bytes=0), 0)
+    parts = MemoryBudget(with_card(asked, memory_bytes=0)).gpu(0)
     needed = sum(parts.values()) - parts["reserve"]
     needed += int(draw(st.floats(0, 1.2)) * asked.context * asked.target.token_bytes)
     return with_card(asked, memory_bytes=1 + max(needed + 2**29, int(needed / 0.97)))
@@ -147,7 +148,7 @@ def test_no_other_shares_make_a_shorter_round(asked: PlanRequest, resident: int,
         assert placement.cpu_tokens in (cpu, asked.context - placement.resident_tokens)
         return
     (drafted,), predictor, page = asked.drafts, CostModel(asked), asked.config.store.page
-    most = asked.capacities[0] if resident < 0 else placement.resident_tokens
+    most = MemoryBudget(asked).capacities[0] if resident < 0 else placement.resident_tokens
     places = {(kept, asked.context - kept) for kept in (range(0, most, page) if resident < 0 else ())}
     places |= {(most, share) for share in (*range(0, asked.context - most, page), asked.context - most)}
     best = min(expected_round(predictor, drafted, *place).ms_per_token for place in places)

@@ -20,8 +20,9 @@ from offload_rt.errors import UsageError
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import Quantization
 from offload_rt.planning.cost_model import CostModel, attention_rate
-from offload_rt.planning.placement import PlanRequest, gpu_memory, host_memory, shortage
+from offload_rt.planning.memory import MemoryBudget
 from offload_rt.planning.planner import Prediction, plan, ranked
+from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import GIB, KNOWN_GPUS, AttentionRate, Hardware, named_hardware
 
 
@@ -103,7 +104,7 @@ def test_packed_pages_take_three_quarters_of_the_host_and_of_the_link() -> None:
     slow = replace(DESKTOP, gpus=(replace(DESKTOP.gpus[0], triton=False),))
     assert request({"store.code": "auto"}, hardware=slow).stored == raw.stored, "plain torch would unpack"
     assert 0.75 < share <= 0.76 and raw.stored.stored_share == 1
-    assert host_memory(packed)["kv"] == pytest.approx(share * host_memory(raw)["kv"])
+    assert MemoryBudget(packed).host["kv"] == pytest.approx(share * MemoryBudget(raw).host["kv"])
     lanes, fewer = (expected_round(CostModel(one), CHAIN).verification for one in (raw, packed))
     layer = CostModel(raw).dense(2).ms / LLAMA.layers
     assert fewer.link - layer == pytest.approx(share * (lanes.link - layer), rel=1e-3)
@@ -117,14 +118,17 @@ def test_packed_pages_take_three_quarters_of_the_host_and_of_the_link() -> None:
 def test_packed_pages_stay_packed_on_a_card_that_cannot_keep_all() -> None:
     raw, packed = request(), request({"store.code": "auto"})
     share, size = packed.stored.stored_share, 4096 * LLAMA.token_bytes
-    parts, smaller = (gpu_memory(one, 0, 4096)["resident_kv"] for one in (raw, packed))
+    parts, smaller = (MemoryBudget(one).gpu(0, 4096)["resident_kv"] for one in (raw, packed))
     assert parts == size and smaller == pytest.approx(share * size)
-    kept, more = raw.capacities[0] * LLAMA.token_bytes, packed.capacities[0] * LLAMA.token_bytes
-    buffer = packed.ring_bytes - raw.ring_bytes + gpu_memory(packed, 0)["prefill"]
-    buffer -= gpu_memory(raw, 0)["prefill"]
+    kept, more = (
+        MemoryBudget(raw).capacities[0] * LLAMA.token_bytes,
+        MemoryBudget(packed).capacities[0] * LLAMA.token_bytes,
+    )
+    buffer = packed.ring_bytes - raw.ring_bytes + MemoryBudget(packed).gpu(0)["prefill"]
+    buffer -= MemoryBudget(raw).gpu(0)["prefill"]
     assert share * more == pytest.approx(kept - buffer, abs=2 * 256 * LLAMA.token_bytes)
     # A pass attends to packed pages as they are.
-    placement = packed.placement(4096, 8192)
+    placement = MemoryBudget(packed).placement(4096, 8192)
     lanes = CostModel(packed).verification(placement, CHAIN)
     before = CostModel(raw).verification(replace(placement, packed=False), CHAIN)
     attended = CONTEXT - 8192
@@ -151,30 +155,31 @@ def test_packed_pages_stay_packed_on_a_card_that_cannot_keep_all() -> None:
 
 def test_memory_of_a_card() -> None:
     """Known by arithmetic: weights, 4,096 entries twice with means, in whole pages, a ring of 3 × 64 MiB."""
-    parts = gpu_memory(request(), 0)
+    parts = MemoryBudget(request()).gpu(0)
     embeddings = [2 * 32_000 * 4096, 2 * 32_000 * 768]  # in host memory
     assert parts["weights"] == LLAMA.weight_bytes - embeddings[0]
     assert parts["draft_weights"] == JF68M.weight_bytes - embeddings[1]
-    assert host_memory(request())["embeddings"] == sum(embeddings)
+    assert MemoryBudget(request()).host["embeddings"] == sum(embeddings)
     assert (
-        gpu_memory(request(target=replace(LLAMA, embedding_on_gpu=True)), 0)["weights"] == LLAMA.weight_bytes
+        MemoryBudget(request(target=replace(LLAMA, embedding_on_gpu=True))).gpu(0)["weights"]
+        == LLAMA.weight_bytes
     )
-    assert gpu_memory(request(target=replace(LLAMA, tied=True)), 0)["weights"] == LLAMA.weight_bytes
+    assert MemoryBudget(request(target=replace(LLAMA, tied=True))).gpu(0)["weights"] == LLAMA.weight_bytes
     assert parts["retrieved_caches"] == 2 * 4864 * 512 * 1024
     assert parts["staging_ring"] == 3 * 64 * 2**20
     assert parts["reserve"] == int(0.03 * 24 * GIB)
-    one_buffer = gpu_memory(request({"offload.refresh_from": "store"}), 0)["retrieved_caches"]
+    one_buffer = MemoryBudget(request({"offload.refresh_from": "store"})).gpu(0)["retrieved_caches"]
     assert parts["retrieved_caches"] == 2 * one_buffer
-    assert host_memory(request(context=1000, new_tokens=100))["kv"] == 1280 * 512 * 1024
+    assert MemoryBudget(request(context=1000, new_tokens=100)).host["kv"] == 1280 * 512 * 1024
     # A second card holds nothing but KV.
-    assert gpu_memory(request(hardware=gpu(2)), 1).keys() == {"resident_kv", "staging_ring", "reserve"}
+    assert MemoryBudget(request(hardware=gpu(2))).gpu(1).keys() == {"resident_kv", "staging_ring", "reserve"}
 
 
 def test_quantised_chunks_take_half_or_a_quarter_of_the_memory_and_of_the_reads() -> None:
     exact, eight, four = (
         request({"retrieval.bits": bits, "retrieval.budget": 16_384}) for bits in (16, 8, 4)
     )
-    sizes = [gpu_memory(one, 0)["retrieved_caches"] for one in (exact, eight, four)]
+    sizes = [MemoryBudget(one).gpu(0)["retrieved_caches"] for one in (exact, eight, four)]
     # Chunks with ranges; beside them, twice, means and what is in full precision; two layers on their way.
     token, window = LLAMA.token_bytes, 255 + 8 + 32 + 128
     beside = 2 * whole_pages(512 + window + 128) * token + 2 * 16_384 * token // 32
@@ -194,10 +199,14 @@ def test_quantised_chunks_take_half_or_a_quarter_of_the_memory_and_of_the_reads(
 
 def test_weights_beyond_the_first_card_are_on_the_second() -> None:
     asked = request(hardware=gpu(2, memory_bytes=19 * GIB))
-    assert asked.remote_mlps == 13, "as few as make room, and half a GiB more"
-    assert shortage(asked) is None
-    assert str(shortage(replace(asked, given_remote_mlps=10))).startswith("GPU 0 (gpu) has 19.0 GiB")
-    whole, first, second = (gpu_memory(*one) for one in ((request(), 0), (asked, 0), (asked, 1)))
+    assert MemoryBudget(asked).remote_mlps == 13, "as few as make room, and half a GiB more"
+    assert MemoryBudget(asked).shortage is None
+    assert str(MemoryBudget(replace(asked, given_remote_mlps=10)).shortage).startswith(
+        "GPU 0 (gpu) has 19.0 GiB"
+    )
+    whole, first, second = (
+        MemoryBudget(one).gpu(number) for one, number in ((request(), 0), (asked, 0), (asked, 1))
+    )
     assert second["weights"] == whole["weights"] - first["weights"] == 13 * 3 * 4096 * 11008 * 2
     # What goes there and back takes time, a graph cannot hold it, and a prefill sends all hidden states.
     there, here = CostModel(asked), CostModel(request())
@@ -319,7 +328,7 @@ def test_a_retrieved_cache_shrinks_to_fit_and_says_so() -> None:
     budget = planned.request.config.retrieval.budget
     assert planned.fits and 2048 <= budget < 8192
     assert any(f"retrieval.budget is {budget} instead of 8192" in said for said in planned.assumptions)
-    assert str(shortage(asked.having("retrieval.budget", budget + 8))).startswith("GPU 0 (gpu)")
+    assert str(MemoryBudget(asked.having("retrieval.budget", budget + 8)).shortage).startswith("GPU 0 (gpu)")
     # One of the size asked for comes before a second buffer: its better drafts are in no figure of the plan.
     assert plan(request({"retrieval.budget": 8192})).request.config.retrieval.budget == 8192
 
@@ -331,7 +340,7 @@ def test_where_memory_is_short_the_ring_and_the_prefill_shrink_first() -> None:
     )
     hardware = replace(asked.hardware, host=replace(HOST, memory_bytes=200 * GIB, lockable_bytes=200 * GIB))
     roomy = replace(asked, hardware=hardware).having("offload.refresh_from", "store")
-    room = sum(gpu_memory(roomy, 0).values()) - 2**28
+    room = sum(MemoryBudget(roomy).gpu(0).values()) - 2**28
     tight = replace(roomy, hardware=replace(hardware, gpus=(replace(hardware.gpus[0], memory_bytes=room),)))
     planned = plan(tight)
     check_sums(planned)
@@ -363,7 +372,7 @@ def test_a_draft_over_the_full_kv_waits_for_the_cpu() -> None:
     predictor = CostModel(request(config="shared", draft=None))
     attending = CONTEXT * LLAMA.token_bytes / 50.0 / 1e6
     assert predictor.draft(CHAIN.deep(2)).ms > 2 * attending
-    verification = predictor.verification(predictor.request.placement(0, CONTEXT // 2), CHAIN.deep(2))
+    verification = predictor.verification(predictor.memory.placement(0, CONTEXT // 2), CHAIN.deep(2))
     assert predictor.busy_ms(verification) == verification.cpu_attention
     # Layers that are left out cost nothing.
     skipping = [{"model": "target", "cache": "shared", "layers": "skip:1,2,3,4,5,6,7,8"}]
@@ -527,7 +536,7 @@ def test_a_second_gpu_shares_a_context_that_the_first_one_could_keep(
     gpu: str, context: int, gain: float
 ) -> None:
     asked = request(hardware=named_hardware(gpu, 2), config="plain", context=context)
-    assert asked.capacities[0] == context
+    assert MemoryBudget(asked).capacities[0] == context
     alone = asked.having("offload.resident_tokens", context)
     assert plan(alone).ms_per_token > gain * plan(asked).ms_per_token
 

@@ -18,8 +18,8 @@ from offload_rt.drafting.levels.configs import load_config
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import Quantization
 from offload_rt.planning.cost_model import CostModel, RoundTime
-from offload_rt.planning.placement import PlanRequest
 from offload_rt.planning.planner import Plan, plan
+from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import Hardware
 
 LLAMA = replace(find_shape("llama2-7b", None), max_positions=2**18)
@@ -52,7 +52,7 @@ def host(gpus: int = 1, **changes: Any) -> Hardware:
 
 def expected_round(predictor: CostModel, drafted: DraftShape, resident: int = 0, cpu: int = 0) -> RoundTime:
     """A round with so many tokens on the GPU and so many attended by the CPU."""
-    placement = predictor.request.placement(resident, cpu)
+    placement = predictor.memory.placement(resident, cpu)
     return predictor.round(predictor.verification(placement, drafted), predictor.draft(drafted))
 
 
