@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_engine import SIZES
-from tiny_models import byte_tokenizer, real_text, tiny_target
+from support.small_engine import SIZES
+from support.tiny_models import byte_tokenizer, real_text, tiny_target
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.api.context import Context
