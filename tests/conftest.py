@@ -1,10 +1,10 @@
-"""Environment of all tests, and which of them run on an emulated GPU."""
+"""Environment of all tests, which of them run on an emulated GPU, and fixtures of several folders."""
 
 from __future__ import annotations
 
 import os
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # Before transformers is imported: no test may use the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 from offload_rt.system.openmp import has_nvidia_driver
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+pytest.register_assert_rewrite("support")
 
 EMULATED_CUDA = "EMULATED_CUDA" in os.environ
 # Before anything imports Triton: where there is no GPU, its interpreter runs the kernels.
@@ -52,3 +57,33 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         for _, cases in groupby(sorted(slow, key=_test), key=_test):
             left_out -= {*list(cases)[::every]}  # the first of each test at least
         items[:] = [item for item in items if item not in left_out]
+
+
+# Imports are lazy: the process that only distributes tests needs no torch.
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    """The target model of the small engine; folders and files may have their own."""
+    from support.tiny_models import tiny_target
+
+    return tiny_target("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def draft(target: PreTrainedModel) -> PreTrainedModel:
+    """A model that often agrees with `target`."""
+    from support.tiny_models import noisy_copy
+
+    return noisy_copy(target)
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(target: PreTrainedModel) -> list[int]:
+    """What follows `PROMPT` by `PARAMS`, decoded plainly and in place."""
+    from support.small_engine import PARAMS, PROMPT, SIZES
+
+    from offload_rt import LLM
+
+    with LLM.from_models(target, config="plain", overrides=SIZES) as llm:
+        return llm.generate(PROMPT, PARAMS).tokens

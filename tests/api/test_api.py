@@ -1,12 +1,10 @@
-"""`LLM` and `SamplingParams`: input checks, notices, seeds and results. Streams are in test_streams.py."""
+"""`LLM` and `SamplingParams`: input checks, notices, seeds and results. Streams: test_token_streams.py."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_engine import SIZES, again
-from small_engine import draft as draft  # a fixture
-from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
+from support.contexts import ASCII, PARAMS, PROMPT
+from support.small_engine import SIZES, again
+from support.tiny_models import byte_ids, real_text, tiny_target
 from transformers import PreTrainedModel
 
 import offload_rt
@@ -26,36 +24,6 @@ from offload_rt.engine import controller
 from offload_rt.kernels import native
 from offload_rt.planning.cost_model import CostModel, RoundTime
 from offload_rt.system import clock, memory
-
-ASCII = 128
-PROMPT = byte_ids(100, vocabulary=ASCII)
-PARAMS = SamplingParams(max_tokens=60)
-
-
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny_target("llama-gqa", vocabulary=ASCII)  # each token is an ASCII character
-
-
-@pytest.fixture
-def make(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[Any]:
-    """Makes LLMs of the pair, and closes them."""
-    with ExitStack() as closing:
-
-        def llm(config: str = "triforce", step_down: bool = False, **options: Any) -> LLM:
-            options = {"tokenizer": byte_tokenizer(), **options}
-            overrides = SIZES | {"speculation.step_down": step_down}
-            made = LLM.from_models(target, draft, config=config, overrides=overrides, **options)
-            return closing.enter_context(made)
-
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def plain_tokens(target: PreTrainedModel) -> list[int]:
-    """60 greedy tokens after `PROMPT`."""
-    with LLM.from_models(target, config="plain") as llm:
-        return llm.generate(PROMPT, PARAMS).tokens
 
 
 def test_the_package_exports_what_it_names() -> None:

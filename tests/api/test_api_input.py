@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import byte_ids, byte_tokenizer, tiny_target
+from support.tiny_models import byte_ids, byte_tokenizer, tiny_target
 from transformers import BatchEncoding, GenerationConfig
 
 from offload_rt import LLM, SamplingParams

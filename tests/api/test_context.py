@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -11,84 +11,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from small_engine import CONFIGS, CPU, DEVICES, PAGE, SIZES, again, engine_overrides, link_to, other_gpu
-from small_engine import place as put
-from test_streaming_engine import BY_GPUS
-from tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, tiny_target
+from support.contexts import ASCII, HOT, NEXT, OTHER, PLACES, SOME, TEXT, Make, check, fresh
+from support.small_engine import CONFIGS, DEVICES, PAGE, SIZES, again
+from support.tiny_models import LONGROPE_BORDER, byte_ids, tiny_target
+from support.uneven_link import UnevenLink
 from transformers import PreTrainedModel
-from uneven_link import UnevenLink
 
-from cpu_kv import CopyFailed, Link
-from offload_rt import LLM, Context, SamplingParams, TokenStream, UsageError
+from cpu_kv import CopyFailed
+from offload_rt import LLM, SamplingParams, TokenStream, UsageError
 from offload_rt.caches.selection import LAST_QUERIES
-from offload_rt.caches.sizes import EVERYTHING_STREAMED, Tiers
-
-ASCII = 128
-CHUNK = 40
-TEXT = byte_ids(230, vocabulary=ASCII)
-OTHER = byte_ids(230, start=700, vocabulary=ASCII)
-NEXT = SamplingParams(max_tokens=8)
-HOT = SamplingParams(temperature=0.8, max_tokens=12, seed=3)
-PLACES: dict[str, Tiers | None] = {
-    "in place": None,
-    "streamed": EVERYTHING_STREAMED,
-    "tiers": Tiers(32, 48),
-    **{f"other GPUs {at}": tiers for at, tiers in enumerate(BY_GPUS)},
-}
-SOME = ("in place", "tiers", "other GPUs 0")
-
-
-@pytest.fixture(scope="module")
-def models() -> tuple[PreTrainedModel, PreTrainedModel]:
-    target = tiny_target("llama-gqa", vocabulary=ASCII)
-    return target, noisy_copy(target)
-
-
-Make = Callable[..., LLM]
-
-
-@pytest.fixture
-def make(models: tuple[PreTrainedModel, PreTrainedModel]) -> Iterator[Make]:
-    """Makes LLMs whose sequences lie in a place, and closes them."""
-    made: list[LLM] = []
-
-    def llm(
-        config: str = "triforce",
-        place: str = "in place",
-        device: torch.device = CPU,
-        link: Link | None = None,
-        **options: Any,
-    ) -> LLM:
-        target, draft = (model.to(device) for model in models)
-        tiers, options = PLACES[place], {"tokenizer": byte_tokenizer(), **options}
-        overrides = engine_overrides(ahead=2) | {"prefill.chunk": CHUNK}
-        if tiers is not None:
-            options["link"] = link or link_to(device)
-            options["other_links"] = [link_to(other_gpu(device)) for _ in tiers.gpus]
-        made.append(LLM.from_models(target, draft, config=config, overrides=overrides, **options))
-        if tiers is not None:
-            put(made[-1], tiers)
-        return made[-1]
-
-    yield llm
-    for one in made:
-        one.close()
-    for model in models:
-        model.to(CPU)
-
-
-def fresh(llm: LLM, tokens: Sequence[int], config: str | None = "plain") -> list[int]:
-    """What follows tokens that are read at once."""
-    with llm.read(tokens) as context:
-        return context.generate((), NEXT, config).tokens
-
-
-def check(llm: LLM, context: Context, tokens: Sequence[int], config: str | None = None) -> None:
-    """The context is these tokens, and is continued as they are."""
-    assert context.tokens == list(tokens) and len(context) == len(tokens)
-    assert again(context, NEXT, config).tokens == fresh(llm, tokens)
-    assert context.tokens == list(tokens)
-
 
 # ------------------------------------------------------------------------------ appends and rewinds
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import again
-from tiny_models import byte_ids, noisy_copy, tiny_target
+from support.small_engine import again
+from support.tiny_models import byte_ids, noisy_copy, tiny_target
 
 from offload_rt import LLM, Context, SamplingParams
 from offload_rt.caches.retrieved import RetrievedCache

@@ -6,28 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import DEVICES, PAGE, SIZES, again
-from test_context import HOT, NEXT, OTHER, SOME, TEXT, Make, check, fresh, make, models
-from tiny_models import LONGROPE_BORDER, byte_ids, tiny_target
+from support.contexts import CONFIGS_AND_PLACES, HOT, NEXT, OTHER, SOME, TEXT, Make, check, fresh
+from support.small_engine import DEVICES, PAGE, SIZES, again
+from support.tiny_models import LONGROPE_BORDER, byte_ids, tiny_target
 
 from offload_rt import LLM, Context, SamplingParams, UsageError
 from offload_rt.drafting.levels.base import kept_means
 from offload_rt.engine.sequence import TokenSequence
-
-__all__ = ["make", "models"]  # fixtures
-
-
-CONFIGS_AND_PLACES = pytest.mark.parametrize(
-    ("config", "place"),
-    [
-        ("triforce", "tiers"),
-        ("triforce", "other GPUs 1"),
-        ("retrieval", "tiers"),
-        ("trees", "streamed"),
-        ("lookup", "in place"),
-    ],
-)
-"""Each kind of drafting, and each kind of tier."""
 
 
 @DEVICES

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import resource
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +17,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from small_engine import DEVICES, PAGE, SIZES, again
-from test_context import HOT, NEXT, OTHER, TEXT, Make, check, fresh, make, models
-from test_prefix import CONFIGS_AND_PLACES
-from tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, tiny_target
+from support.contexts import CONFIGS_AND_PLACES, HOT, NEXT, OTHER, TEXT, Make, check, fresh, rewritten
+from support.small_engine import DEVICES, PAGE, SIZES, again
+from support.tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, tiny_target
 
 from offload_rt import LLM, Context, GenerationResult, SamplingParams, UsageError
 from offload_rt.engine import prefix_file as saved_context
 from offload_rt.engine.prefix_file import SavedContext
 from offload_rt.system.checked_tensors import CheckedFile, Part, write_checked
 
-__all__ = ["make", "models"]  # fixtures
 LONG = SamplingParams(max_tokens=16)
 
 
@@ -157,18 +153,6 @@ def check_refused(llm: LLM, path: Path) -> None:
 
 
 EXABYTE = 2**60
-
-
-def rewritten(data: bytes, change: Callable[[dict[str, Any], dict[str, str]], object]) -> bytes:
-    """A file with another header, whose checksum is right."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    change(header, header["__metadata__"])
-    text = json.dumps(header).encode()
-    text = len(text).to_bytes(8, "little") + text
-    count = 8 * header["checksums"]["shape"][0]
-    checksum = zlib.crc32(text).to_bytes(8, "little")
-    return text + data[end : len(data) - count] + (checksum + data[len(data) - count + 8 :])[:count]
 
 
 def enlarge(header: dict[str, Any], about: dict[str, str]) -> None:

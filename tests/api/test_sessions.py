@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_engine import SIZES
-from test_context import NEXT, OTHER, TEXT, fresh
-from tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, tiny_target
+from support.contexts import NEXT, OTHER, TEXT, fresh
+from support.small_engine import SIZES
+from support.tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, tiny_target
 
 from offload_rt import LLM, UsageError
 from offload_rt.api import sessions

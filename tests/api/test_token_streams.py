@@ -11,13 +11,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from small_engine import CONFIGS, SIZES
-from small_engine import draft as draft  # a fixture
-from test_api import ASCII, PARAMS, PROMPT
-from test_api import make as make
-from test_api import plain_tokens as plain_tokens
-from test_api import target as target
-from tiny_models import byte_ids
+from support.contexts import ASCII, PARAMS, PROMPT
+from support.small_engine import CONFIGS, SIZES
+from support.tiny_models import byte_ids
 from transformers import PreTrainedModel
 
 from cpu_kv import PacedLink

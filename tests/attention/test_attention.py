@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_attention import ReferenceBackend, attend, causal_mask, merge
+from support.reference_attention import ReferenceBackend, attend, causal_mask, merge
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_engine import CUDA
+from support.small_engine import CUDA
 from torch import Tensor
 
 from cpu_kv.packed import PackedShape, PackedSide, PageCodec

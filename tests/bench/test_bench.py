@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_setup import SETTINGS, SMALL, bench_main, records, save_pair
-from tiny_models import byte_ids, real_text, tiny_target
+from support.bench_setup import SETTINGS, SMALL, bench_main, records, save_pair
+from support.tiny_models import byte_ids, real_text, tiny_target
 from transformers import PreTrainedModel
 
 from bench import COMMANDS, acceptance, model_card, needles, results, study, texts

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench_setup import SMALL, SMALLER, Inside, bench_main, records
 from emulated.gpu import EMULATED, GPUS, PINNED
+from support.bench_setup import SMALL, SMALLER, Inside, bench_main, records
 
 from bench import (
     cases,

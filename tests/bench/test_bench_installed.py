@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import byte_ids, tiny_target
+from support.tiny_models import byte_ids, tiny_target
 from transformers import AutoModelForCausalLM
 
 from bench.runner import PEERS_PYTHON, SystemFailed, Worker

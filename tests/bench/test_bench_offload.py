@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench_setup import SMALL, SMALLER, Inside, bench_main, records, save_pair
-from tiny_models import byte_ids, tiny_target
+from support.bench_setup import SMALL, SMALLER, Inside, bench_main, records, save_pair
+from support.tiny_models import byte_ids, tiny_target
 
 from bench import cases, prediction_accuracy, random_models, runner, synthetic_acceptance
 from bench.cases import CASES, IN_PLACE, STREAMED, Named, Place, in_place, with_acceptances

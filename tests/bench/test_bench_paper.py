@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_setup import bench_main, records, save_pair
-from tiny_models import byte_tokenizer, real_text
+from support.bench_setup import bench_main, records, save_pair
+from support.tiny_models import byte_tokenizer, real_text
 
 from bench import paper
 from bench.paper import PAPER, Sizes, acceptance_of, expected_of

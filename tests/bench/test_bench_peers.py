@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_setup import bench_main, records, setup
+from support.bench_setup import bench_main, records, setup
 
 from bench import arguments, runner, side_by_side
 from bench.cases import CASES

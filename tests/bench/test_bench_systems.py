@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench_setup import SMALL, setup
-from tiny_models import byte_ids, noisy_copy, tiny_target
+from support.bench_setup import SMALL, setup
+from support.tiny_models import byte_ids, noisy_copy, tiny_target
 from transformers import AutoModelForCausalLM
 
 from bench.systems._passes import HostLayer

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_engine import SIZES
-from tiny_models import byte_tokenizer, real_text, tiny_target
+from support.small_engine import SIZES
+from support.tiny_models import byte_tokenizer, real_text, tiny_target
 
 from bench import search_skips
 from bench.__main__ import main

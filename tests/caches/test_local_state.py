@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import outcome_probs
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from small_engine import SIZES
-from tiny_models import local_model, noisy_copy
+from support.enumeration import outcome_probs
+from support.small_engine import SIZES
+from support.tiny_models import local_model, noisy_copy
 from torch import Tensor
 from transformers import DynamicCache
 

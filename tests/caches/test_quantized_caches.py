@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from forest import Forest as AnyForest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_caches import (
+from support.forest import Forest as AnyForest
+from support.plain_caches import (
     EXAMPLES,
     KV_HEADS,
     LAYERS,

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import torch
-from small_engine import DEVICES, link_to
+from support.small_engine import DEVICES, link_to
 from torch import Tensor
 
 from cpu_kv import KVLayout, PagedKVStore, TransferEngine, head_major

@@ -6,9 +6,9 @@ from itertools import product
 from typing import Any
 
 import torch
-from forest import Forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.forest import Forest
 
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.sampling.tokens import Tokens

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_chat import LLAMA, tokenizer, user
-from tiny_models import tiny_target
+from support.chat_templates import BOOK, LLAMA, tokenizer, user
+from support.tiny_models import tiny_target
 from transformers import GenerationConfig
 
 from offload_rt import LLM, Context, SamplingParams
@@ -31,8 +31,6 @@ from offload_rt.engine.prefix_file import SavedContext
 from offload_rt.system import clock
 from offload_rt.text.chat import with_question
 from offload_rt.text.thoughts import FORMATS, ReadableThoughts, ThoughtSplitter
-
-BOOK = "Call me Ishmael. " * 20
 
 
 @pytest.fixture(scope="module")

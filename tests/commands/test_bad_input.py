@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import byte_tokenizer, tiny_target
+from support.tiny_models import byte_tokenizer, tiny_target
 
 from offload_rt.commands import cli
 

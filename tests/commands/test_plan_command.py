@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from machine_cases import HOST
+from support.machine_cases import HOST
 
 import offload_rt
 from offload_rt.commands import cli

@@ -12,8 +12,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from serving import chat_tokenizer
-from tiny_models import real_text, tiny_target
+from support.serving import chat_tokenizer
+from support.tiny_models import real_text, tiny_target
 
 from offload_rt.api.sessions import SessionFolder
 from offload_rt.commands import cli

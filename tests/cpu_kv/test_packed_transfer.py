@@ -7,8 +7,8 @@ from contextlib import closing
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.uneven_link import UnevenLink
 from torch import Tensor
-from uneven_link import UnevenLink
 
 from cpu_kv import KVLayout, Link, PacedLink, PagedKVStore, TransferEngine, head_major
 from cpu_kv.packed import PackedSide

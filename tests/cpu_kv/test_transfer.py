@@ -16,8 +16,8 @@ from emulated.gpu import EMULATED
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support.uneven_link import UnevenLink
 from torch import Tensor
-from uneven_link import UnevenLink
 
 from cpu_kv import (
     CopyFailed,

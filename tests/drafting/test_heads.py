@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_engine import LINKS, PARAMS, PROMPT, again, engine_overrides
-from small_engine import plain_tokens as plain_tokens  # a fixture
-from small_engine import target as target
-from table_models import VOCABULARY, HeadTable, random_head
-from tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
+from support.small_engine import LINKS, PARAMS, PROMPT, again, engine_overrides
+from support.table_models import VOCABULARY, HeadTable, random_head
+from support.tiny_models import byte_ids, byte_tokenizer, real_text, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 

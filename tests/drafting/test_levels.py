@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from small_engine import PROMPT, SIZES, again
-from tiny_models import tiny_target
+from support.small_engine import PROMPT, SIZES, again
+from support.tiny_models import tiny_target
 
 from offload_rt import LLM
 from offload_rt.drafting.levels.base import LEVELS, Level

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import CONFIGS, ON_CUDA, PROMPT, SIZES, again, engine_overrides, link_to
-from small_engine import draft as draft  # a fixture
-from small_engine import plain_tokens as plain_tokens
-from small_engine import target as target
-from tiny_models import noisy_copy, tiny_target
+from support.small_engine import CONFIGS, ON_CUDA, PROMPT, SIZES, again, engine_overrides, link_to
+from support.tiny_models import noisy_copy, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import byte_ids, byte_tokenizer, tiny_target
+from support.tiny_models import byte_ids, byte_tokenizer, tiny_target
 
 import offload_rt.commands.cli as command_line
 from cpu_kv import PacedLink

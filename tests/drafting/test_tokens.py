@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import ScriptedDraws, Text
-from small_engine import CPU
-from small_engine import SIZES as ENGINE
-from small_engine import target as target  # a fixture
-from table_models import Parts, small_model
-from tiny_models import byte_ids, noisy_copy
+from support.enumeration import ScriptedDraws, Text
+from support.small_engine import CPU
+from support.small_engine import SIZES as ENGINE
+from support.table_models import Parts, small_model
+from support.tiny_models import byte_ids, noisy_copy
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,7 +175,8 @@ MODE = Emulation()
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = kwargs.get("device")
     to_cuda = given is not None and torch.device(given).type == "cuda"
-    devices = {one.device for one in _leaves((args, kwargs)) if isinstance(one, CudaTensor)}
+    leaves = _leaves((args, kwargs))
+    devices = {one.device for one in leaves if isinstance(one, CudaTensor)}
     if (drawn_by := kwargs.get("generator")) is not None:
         _check_generator(drawn_by, to_cuda or bool(devices))
     if not to_cuda and not devices:
@@ -190,6 +191,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(f"Expected all tensors to be on the same device, found {found}: {func}")
     if given is not None:
         return _make(func, args, kwargs)
+    if any(_is_hosts(one) for one in leaves):
+        args, kwargs = _own(func, args, kwargs)
     return _compute(func, args, kwargs, devices.pop())
 
 
@@ -205,23 +208,32 @@ def _is_composite(func: Any) -> bool:
     return bool(has(func.name(), "CompositeImplicitAutograd")) and func not in _SPECIAL
 
 
+_NESTED = (list, tuple, dict)
+
+
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
     """Arguments or results of an operation, each of them changed."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_map(change, one) for one in value)
+        # Most are flat: half of the emulation's time would be calls of this function for their elements.
+        changed = [_map(change, one) if isinstance(one, _NESTED) else change(one) for one in value]
+        return changed if type(value) is list else type(value)(changed)
     if isinstance(value, dict):
         return {name: _map(change, one) for name, one in value.items()}
     return change(value)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _leaves(one)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return [value]
+    leaves = []
+    for one in value:
+        if isinstance(one, _NESTED):
+            leaves += _leaves(one)
+        else:
+            leaves.append(one)
+    return leaves
 
 
 def _plain(value: Any) -> Any:
@@ -292,7 +304,6 @@ _TAKES_HOST_INDICES = {aten.index.Tensor, aten.index_put_.default, aten.index_pu
 def _compute(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
     """An operation on tensors of one device."""
     waits = func in _WAITS or (func in _TAKES_HOST_INDICES and _waits_for_indices(*args[1:3]))
-    args, kwargs = _own(func, args, kwargs)
     if waits:
         await_stream(func, device)
         with torch.inference_mode():

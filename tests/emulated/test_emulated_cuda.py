@@ -8,8 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from small_engine import PROMPT, again
-from test_streaming_engine import small_llm
+from support.small_engine import PROMPT, again, small_llm
 from torch import Tensor
 
 from cpu_kv import CopyFailed

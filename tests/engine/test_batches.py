@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import CONFIGS, LINKS, PAGE, PROMPT, SIZES, engine_overrides
-from small_engine import draft as draft  # a fixture
-from small_engine import target as target
-from tiny_models import byte_ids, byte_tokenizer
+from support.small_engine import CONFIGS, LINKS, PAGE, PROMPT, SIZES, engine_overrides
+from support.tiny_models import byte_ids, byte_tokenizer
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams

@@ -8,9 +8,8 @@ from random import Random
 
 import pytest
 import torch
-from small_engine import SIZES, again
-from small_engine import target as target  # a fixture
-from tiny_models import byte_ids
+from support.small_engine import SIZES, again
+from support.tiny_models import byte_ids
 from transformers import PreTrainedModel
 
 from cpu_kv import PacedLink

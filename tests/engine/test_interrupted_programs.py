@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from small_engine import engine_overrides
-from tiny_models import byte_ids, noisy_copy, tiny_target
-from uneven_link import UnevenLink
+from support.small_engine import engine_overrides
+from support.tiny_models import byte_ids, noisy_copy, tiny_target
+from support.uneven_link import UnevenLink
 
 import cpu_kv
 import offload_rt

@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import PARAMS, PROMPT, engine_overrides, pass_running
-from small_engine import draft as draft  # a fixture
-from small_engine import plain_tokens as plain_tokens
-from small_engine import target as target
+from support.small_engine import PARAMS, PROMPT, engine_overrides, pass_running
+from support.uneven_link import UnevenLink
 from torch import Tensor
 from transformers import PreTrainedModel
-from uneven_link import UnevenLink
 
 from cpu_kv import CopyFailed, Link, PacedLink
 from offload_rt import LLM, SamplingParams

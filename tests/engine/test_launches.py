@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from emulated.gpu import EMULATED, GPUS
-from small_engine import CUDA, engine_overrides, place
-from tiny_models import byte_ids, random_model
+from support.small_engine import CUDA, engine_overrides, place
+from support.tiny_models import byte_ids, random_model
 from torch import Tensor
 
 from cpu_kv import CudaLink, KVLayout, PagedKVStore, TransferEngine, cuda_link

@@ -19,11 +19,17 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import CUDA, PAGE, SIZES, again, engine_overrides, link_to
-from test_ask import BOOK
-from test_chat import LLAMA, tokenizer, user
-from test_saved_context import rewritten
-from tiny_models import LOCAL_ARCHITECTURES, WINDOW, byte_ids, local_model, noisy_copy, transformers_greedy
+from support.chat_templates import BOOK, LLAMA, tokenizer, user
+from support.contexts import rewritten
+from support.small_engine import CUDA, PAGE, SIZES, again, engine_overrides, link_to
+from support.tiny_models import (
+    LOCAL_ARCHITECTURES,
+    WINDOW,
+    byte_ids,
+    local_model,
+    noisy_copy,
+    transformers_greedy,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging

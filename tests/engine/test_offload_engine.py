@@ -12,13 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_engine import CONFIGS, PAGE, PARAMS, PROMPT, SIZES, again, engine_overrides, pass_running
-from small_engine import draft as draft  # a fixture
-from small_engine import plain_tokens as plain_tokens
-from small_engine import target as target
+from support.small_engine import CONFIGS, PAGE, PARAMS, PROMPT, SIZES, again, engine_overrides, pass_running
+from support.uneven_link import LateLink, UnevenLink
 from torch import Tensor
 from transformers import PreTrainedModel
-from uneven_link import LateLink, UnevenLink
 
 from cpu_kv import CpuLink, KVLayout, LayerStream, PacedLink, TransferEngine
 from offload_rt import LLM, SamplingParams

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from small_engine import CONFIGS, PAGE, PROMPT, SIZES, again
-from small_engine import draft as draft  # a fixture
-from small_engine import target as target
+from support.small_engine import CONFIGS, PAGE, PROMPT, SIZES, again
 from transformers import PreTrainedModel
 
 from cpu_kv import LayerStream, PacedLink, TransferEngine

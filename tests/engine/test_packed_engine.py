@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import CPU, CUDA, PAGE, PROMPT, SIZES, engine_overrides, link_to, other_gpu, place
-from tiny_models import noisy_copy, tiny_target
+from support.small_engine import CPU, CUDA, PAGE, PROMPT, SIZES, engine_overrides, link_to, other_gpu, place
+from support.tiny_models import noisy_copy, tiny_target
 
 from cpu_kv import KVLayout, head_major
 from offload_rt import LLM, Context, SamplingParams, UsageError

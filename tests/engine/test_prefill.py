@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, byte_ids, tiny_target
+from support.tiny_models import ARCHITECTURES, byte_ids, tiny_target
+from support.uneven_link import LateLink
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from uneven_link import LateLink
 
 from cpu_kv import CpuLink, Link, PacedLink, PagedKVStore, TransferEngine
 from cpu_kv.sizes import PROMPT_WRITES

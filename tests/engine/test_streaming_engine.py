@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from emulated.gpu import EMULATED
-from small_engine import (
+from support.small_engine import (
+    BY_GPUS,
     CONFIGS,
     CPU,
     CUDA,
@@ -24,14 +25,9 @@ from small_engine import (
     PARAMS,
     PROMPT,
     again,
-    engine_overrides,
-    link_to,
-    other_gpu,
-    place,
+    small_llm,
 )
-from small_engine import plain_tokens as plain_tokens  # a fixture
-from small_engine import target as target
-from tiny_models import byte_ids, noisy_copy, tiny_target
+from support.tiny_models import byte_ids
 from torch import Tensor
 
 from cpu_kv import head_major
@@ -40,7 +36,7 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import RetrievalRefresh
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import AttentionScores
-from offload_rt.caches.sizes import GpuTier, Tiers
+from offload_rt.caches.sizes import Tiers
 from offload_rt.config.files import config_names
 from offload_rt.engine import batching as scheduler
 from offload_rt.engine.decode import Round
@@ -52,29 +48,6 @@ from offload_rt.system.device_copies import to_host
 ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
 SHARES = [Tiers(), Tiers(32), Tiers(0, 48), Tiers(32, 48), Tiers(64, 48)]
 """Of 149 tokens."""
-BY_GPUS = [
-    Tiers(16, 32, (GpuTier(32, 16),)),
-    Tiers(gpus=(GpuTier(0, 48), GpuTier(64, 0))),
-    Tiers(0, 16, (GpuTier(16, 1024),)),
-]
-"""On other GPUs: where there is none, by other links and streams of the one."""
-
-
-def small_llm(device: torch.device, config: str, shares: Tiers = SHARES[0], **offload: object) -> LLM:
-    target = tiny_target("llama-gqa")
-    draft = noisy_copy(target)
-    given = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens, "ahead": 2}
-    llm = LLM.from_models(
-        target.to(device),
-        draft.to(device),
-        config=config,
-        overrides=engine_overrides(**given | offload),
-        link=link_to(device),
-        other_links=[link_to(other_gpu(device)) for _ in shares.gpus],
-    )
-    if shares.gpus:
-        place(llm, shares)
-    return llm
 
 
 def check_streamed(result: GenerationResult, shares: Tiers) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import pytest
-from enumeration import ScriptedDraws, Text, own_probs, step
-from small_engine import passes_of
-from table_models import Parts
+from support.enumeration import ScriptedDraws, Text, own_probs, step
+from support.small_engine import passes_of
+from support.table_models import Parts
 
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView

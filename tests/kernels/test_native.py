@@ -19,7 +19,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_attention import ReferenceBackend, attend, merge
+from support.native_kernels import processor_flags
+from support.reference_attention import ReferenceBackend, attend, merge
 from torch import Tensor
 
 from cpu_kv import KVLayout
@@ -28,47 +29,7 @@ from offload_rt.attention.sums import AttentionSum
 from offload_rt.kernels import building, native, operators
 from offload_rt.kernels.quantized import QuantizedKV
 from offload_rt.kernels.sizes import GROUP
-from offload_rt.system.memory import CACHE_FOLDER, cache_folder
-
-PROCESSORS = {
-    "native": (),
-    "x86-64-v4": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
-    "x86-64-v3": ("avx2", "fma"),
-    "x86-64": (),
-}
-"""By the compiler's names, with what the machine must have to run them. Only the first can have the dot
-products of bfloat16."""
-
-
-def processor_flags() -> set[str]:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.is_file() else []
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
-
-
-@pytest.fixture(scope="session")
-def built() -> dict[str, Path]:
-    """The kernel for every processor that this machine can play, where there is a compiler.
-
-    Kept, as the user's own is: every process of a parallel run needs them.
-    """
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
-        return {}
-    flags, build = processor_flags(), native._fingerprint(compiler)
-    runs = [p for p, needed in PROCESSORS.items() if p == "native" or (flags and flags.issuperset(needed))]
-    paths = {processor: cache_folder() / f"test-{build}-{processor}.so" for processor in runs}
-    missing = [processor for processor, path in paths.items() if not building.intact(path)]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda processor: native._build(compiler, paths[processor], processor), missing))
-    return paths
-
-
-@pytest.fixture(scope="session", params=PROCESSORS)
-def kernel(request: pytest.FixtureRequest, built: dict[str, Path]) -> native.Kernel:
-    if request.param not in built:
-        pytest.skip(f"no C++ compiler here, or not a machine that runs {request.param}")
-    return native.Kernel(built[request.param])
+from offload_rt.system.memory import CACHE_FOLDER
 
 
 def expected(

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_native import built, kernel
 
 from cpu_kv.packed import PackedShape, PackedSide, PageCodec
 from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend
@@ -15,7 +14,6 @@ from offload_rt.attention.page_codec import MachineCodec
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.kernels import native
 
-__all__ = ["built", "kernel"]  # fixtures
 RANGES = settings(derandomize=True, deadline=None, max_examples=12)
 
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from emulated import cuda as emulated_cuda
 from emulated.gpu import EMULATED
-from small_engine import CUDA, engine_overrides, place
-from tiny_models import byte_ids, noisy_copy, tiny_target
+from support.small_engine import CUDA, engine_overrides, place
+from support.tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
 import cpu_kv

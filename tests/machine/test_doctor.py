@@ -11,8 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from machine_cases import HEALTHY, assert_positive, changed
-from machine_cases import tiny as tiny  # a fixture
+from support.machine_cases import HEALTHY, assert_positive, changed
 
 from offload_rt.commands import cli
 from offload_rt.errors import UsageError

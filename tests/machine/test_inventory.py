@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import resource
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,38 +12,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from machine_cases import HEALTHY
+from support.machine_cases import HEALTHY, NVMLError, use_driver
 
 from offload_rt.machine import inventory
 from offload_rt.machine.inventory import GpuFacts, driver_gpus, link_now, read_gpus, read_versions
 from offload_rt.system import memory
 from offload_rt.system.hardware import GIB
-
-
-class NVMLError(Exception):
-    pass
-
-
-DRIVER: dict[str, Any] = {  # its answers on a machine with one RTX 4090
-    "nvmlInit": None,
-    "nvmlSystemGetDriverVersion": "580.1",
-    "nvmlDeviceGetCount": 1,
-    "nvmlDeviceGetHandleByIndex": "handle",
-    "nvmlDeviceGetHandleByUUID": "handle",
-    "nvmlDeviceGetName": "NVIDIA GeForce RTX 4090",
-    "nvmlDeviceGetPciInfo": SimpleNamespace(busId="00000000:0A:00.0"),
-    "nvmlDeviceGetCurrPcieLinkGeneration": 1,
-    "nvmlDeviceGetGpuMaxPcieLinkGeneration": 4,
-    "nvmlDeviceGetCurrPcieLinkWidth": 8,
-    "nvmlDeviceGetMaxPcieLinkWidth": 8,
-}
-
-
-def use_driver(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
-    """Replaces NVIDIA's driver; an answer that is an exception is raised."""
-    effects = {name: itertools.repeat(answer) for name, answer in (DRIVER | answers).items()}
-    functions = {name: Mock(side_effect=effect) for name, effect in effects.items()}
-    monkeypatch.setattr(inventory, "pynvml", SimpleNamespace(NVMLError=NVMLError, **functions))
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from machine_cases import assert_positive
-from machine_cases import tiny as tiny  # a fixture
+from support.machine_cases import assert_positive
 
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.machine import measuring

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_inventory import NVMLError, use_driver
+from support.machine_cases import NVMLError, use_driver
 
 import bench.__main__ as bench_line
 from offload_rt.commands import cli

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import byte_ids, local_model, tiny_target
+from support.tiny_models import byte_ids, local_model, tiny_target
 from torch import Tensor
 
 from offload_rt.attention.sums import Softmax

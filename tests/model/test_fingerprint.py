@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_target
+from support.tiny_models import tiny_target
 from transformers import PreTrainedModel
 
 from offload_rt.model.runner import CausalModel

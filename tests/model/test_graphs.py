@@ -14,10 +14,10 @@ import torch
 from emulated.gpu import EMULATED, GPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recording import RecordingCapture
-from reference_attention import ReferenceBackend
-from small_engine import CUDA, SIZES
-from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
+from support.recording import RecordingCapture
+from support.reference_attention import ReferenceBackend
+from support.small_engine import CUDA, SIZES
+from support.tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
 from cpu_kv import PacedLink

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny_models import byte_ids, tiny_target
+from support.tiny_models import byte_ids, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from tiny_models import (
+from support.tiny_models import (
     HEAD_DIM,
     byte_ids,
     byte_tokenizer,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from machine_cases import HOST
-from tiny_models import MAX_POSITIONS, byte_ids, byte_tokenizer, tiny_target
+from support.machine_cases import HOST
+from support.tiny_models import MAX_POSITIONS, byte_ids, byte_tokenizer, tiny_target
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.commands import cli

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import LONGROPE_BORDER, byte_ids, noisy_copy, tiny_target, transformers_greedy
+from support.tiny_models import LONGROPE_BORDER, byte_ids, noisy_copy, tiny_target, transformers_greedy
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.errors import UsageError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import again
-from tiny_models import (
+from support.small_engine import again
+from support.tiny_models import (
     ARCHITECTURES,
     byte_ids,
     noisy_copy,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import SIZES
-from tiny_models import byte_ids, tiny_target
+from support.small_engine import SIZES
+from support.tiny_models import byte_ids, tiny_target
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-from plan_cases import LLAMA, gpu, request
 from safetensors.torch import load_file, save_file
-from table_models import random_head
-from test_chat import LLAMA as TEMPLATE
-from test_chat import tokenizer, user
-from tiny_models import byte_ids, local_model, noisy_copy, real_text, tiny_target, transformers_greedy
+from support.chat_templates import LLAMA as TEMPLATE
+from support.chat_templates import tokenizer, user
+from support.plan_cases import LLAMA, gpu, request
+from support.table_models import random_head
+from support.tiny_models import byte_ids, local_model, noisy_copy, real_text, tiny_target, transformers_greedy
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 

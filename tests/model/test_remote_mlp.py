@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import (
+from support.small_engine import (
     CPU,
     CUDA,
     DEVICES,
@@ -20,7 +20,7 @@ from small_engine import (
     link_to,
     other_gpu,
 )
-from tiny_models import byte_ids, noisy_copy, tiny_target
+from support.tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 

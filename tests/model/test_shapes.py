@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, tiny_target
+from support.tiny_models import ARCHITECTURES, tiny_target
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from bench.random_models import config_of

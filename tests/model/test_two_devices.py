@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from emulated.gpu import DEFAULT_STREAMS, Piece, Stream
-from small_engine import CPU, CUDA, PROMPT, engine_overrides, link_to, other_gpu
-from tiny_models import byte_ids, noisy_copy, tiny_target
+from support.small_engine import CPU, CUDA, PROMPT, engine_overrides, link_to, other_gpu
+from support.tiny_models import byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import PAGE, PROMPT, SIZES, again, engine_overrides, place
-from small_engine import target as target  # a fixture
-from tiny_models import byte_ids, tiny_target
+from support.small_engine import PAGE, PROMPT, SIZES, again, engine_overrides, place
+from support.tiny_models import byte_ids, tiny_target
 from transformers import PreTrainedModel
 
 from cpu_kv import ElementType, PacedLink

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from allocation import peak_bytes
+from support.allocation import peak_bytes
 
 from cpu_kv import ElementType, KVLayout
 from offload_rt.caches.selection import NONE, choose_of_layers

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from machine_cases import DESKTOP, HOST
-from plan_cases import check_sums, expected_round
-from tiny_models import random_model
+from support.machine_cases import DESKTOP, HOST
+from support.plan_cases import check_sums, expected_round
+from support.tiny_models import random_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 

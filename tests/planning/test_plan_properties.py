@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from plan_cases import JF68M, check_sums, expected_round, gpu, request
+from support.plan_cases import JF68M, check_sums, expected_round, gpu, request
 
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.model.named_shapes import SHAPES

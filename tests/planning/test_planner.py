@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from machine_cases import DESKTOP, HOST
-from plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, host, nearest, request
+from support.machine_cases import DESKTOP, HOST
+from support.plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, host, nearest, request
 
 from cpu_kv import ElementType
 from offload_rt.caches.sizes import whole_pages

@@ -6,11 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from small_engine import LINKS, PROMPT, again, engine_overrides, passes_of
-from small_engine import draft as draft  # a fixture
-from small_engine import plain_tokens as plain_tokens
-from small_engine import target as target
-from tiny_models import noisy_copy, tiny_target
+from support.small_engine import LINKS, PROMPT, again, engine_overrides, passes_of
+from support.tiny_models import noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import (
+from support.enumeration import (
     BackgroundAtOnce,
     Clock,
     ScriptedDraws,
@@ -17,7 +17,7 @@ from enumeration import (
     output_probs,
     own_probs,
 )
-from table_models import Parts, head, small_model, target_over
+from support.table_models import Parts, head, small_model, target_over
 
 from offload_rt.config.draft_shape import CHAIN
 from offload_rt.drafting.base import Round

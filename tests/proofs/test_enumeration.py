@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import (
+from support.enumeration import (
     ScriptedDraws,
     SomePaths,
     Text,
@@ -25,7 +25,7 @@ from enumeration import (
     own_probs,
     step,
 )
-from table_models import Level, Parts, head, nothing, small_model, target_over
+from support.table_models import Level, Parts, head, nothing, small_model, target_over
 
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import TokenView

@@ -18,9 +18,9 @@ from functools import cache
 
 import pytest
 import torch
-from enumeration import Probs, distance, outcome_probs
-from small_engine import PAGE, engine_overrides, place
-from tiny_models import byte_ids, tiny_draft, tiny_target
+from support.enumeration import Probs, distance, outcome_probs
+from support.small_engine import PAGE, engine_overrides, place
+from support.tiny_models import byte_ids, tiny_draft, tiny_target
 from torch import Tensor
 from transformers import PreTrainedModel
 

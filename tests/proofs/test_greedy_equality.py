@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from table_models import random_head
-from tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target, transformers_greedy
+from support.table_models import random_head
+from support.tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target, transformers_greedy
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from enumeration import ScriptedDraws, outcome_probs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.enumeration import ScriptedDraws, outcome_probs
 from torch import Tensor
 
 from offload_rt.drafting.merged import joined

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from tiny_models import byte_ids, noisy_copy, tiny_target
+from support.tiny_models import byte_ids, noisy_copy, tiny_target
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, GenerationResult, SamplingParams

@@ -15,8 +15,8 @@ from typing import Any
 
 import openai
 import pytest
-from serving import NAME, Served, serving, steps_held_after
-from tiny_models import byte_tokenizer, real_text
+from support.serving import NAME, Served, serving, steps_held_after
+from support.tiny_models import byte_tokenizer, real_text
 
 from offload_rt import LLM, TokenEvent
 from offload_rt.api.sessions import SessionFolder

@@ -10,13 +10,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from tiny_models import byte_tokenizer, noisy_copy, real_text, tiny_target
-
 import bench.__main__
 from bench import worker
 from bench.random_models import SHAPES
 from bench.runner import Worker
 from bench.systems import Setup
+from support.tiny_models import byte_tokenizer, noisy_copy, real_text, tiny_target
 
 SMALL: dict[str, object] = {
     "retrieval.budget": 64,

@@ -15,7 +15,6 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
-from table_models import VOCABULARY, Composition, TableModel
 from torch import Tensor
 
 from offload_rt.caches.local import LocalState
@@ -32,6 +31,7 @@ from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import ROOT, Tree
 from offload_rt.system.second_device import SecondDevice
 from offload_rt.system.timeline import NO_TIMELINE
+from support.table_models import VOCABULARY, Composition, TableModel
 
 NEGLIGIBLE = 1e-12
 """Choices of a lower probability come from rounding, and are left out."""

@@ -1,16 +1,19 @@
-"""A desktop with a GPU, as planned for and as doctor reports it, and measurements that take no time."""
+"""A desktop with a GPU, as planned for and as doctor reports it."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from offload_rt.machine import measuring
+from offload_rt.machine import inventory
 from offload_rt.machine.inspection import Report
 from offload_rt.machine.inventory import GpuFacts, HostFacts
 from offload_rt.system.hardware import GIB, AttentionRate, Gpu, Hardware, Host
@@ -97,14 +100,27 @@ def assert_positive(record: Any) -> None:
             assert math.isfinite(value) and value > 0, field.name
 
 
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measurements that show only that they work."""
-    for name in ("MEMORY_BYTES", "ATTENTION_BYTES", "COPY_BYTES"):
-        monkeypatch.setattr(measuring, name, 2**20)
-    for name in ("PRODUCT", "GPU_PRODUCT"):
-        monkeypatch.setattr(measuring, name, (8, 64))
-    for name in ("QUANTIZED", "GPU_QUANTIZED"):
-        monkeypatch.setattr(measuring, name, (64, 1))
-    monkeypatch.setattr(measuring, "LAYERS", 1)
-    monkeypatch.setattr(measuring, "REPEATS", 1)
+class NVMLError(Exception):
+    pass
+
+
+DRIVER: dict[str, Any] = {  # its answers on a machine with one RTX 4090
+    "nvmlInit": None,
+    "nvmlSystemGetDriverVersion": "580.1",
+    "nvmlDeviceGetCount": 1,
+    "nvmlDeviceGetHandleByIndex": "handle",
+    "nvmlDeviceGetHandleByUUID": "handle",
+    "nvmlDeviceGetName": "NVIDIA GeForce RTX 4090",
+    "nvmlDeviceGetPciInfo": SimpleNamespace(busId="00000000:0A:00.0"),
+    "nvmlDeviceGetCurrPcieLinkGeneration": 1,
+    "nvmlDeviceGetGpuMaxPcieLinkGeneration": 4,
+    "nvmlDeviceGetCurrPcieLinkWidth": 8,
+    "nvmlDeviceGetMaxPcieLinkWidth": 8,
+}
+
+
+def use_driver(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
+    """Replaces NVIDIA's driver; an answer that is an exception is raised."""
+    effects = {name: itertools.repeat(answer) for name, answer in (DRIVER | answers).items()}
+    functions = {name: Mock(side_effect=effect) for name, effect in effects.items()}
+    monkeypatch.setattr(inventory, "pynvml", SimpleNamespace(NVMLError=NVMLError, **functions))

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from machine_cases import DESKTOP, GPU, HOST
 
 from cpu_kv import ElementType
 from offload_rt.config.draft_shape import DraftShape
@@ -21,6 +20,7 @@ from offload_rt.planning.cost_model import CostModel, RoundTime
 from offload_rt.planning.planner import Plan, plan
 from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import Hardware
+from support.machine_cases import DESKTOP, GPU, HOST
 
 LLAMA = replace(find_shape("llama2-7b", None), max_positions=2**18)
 JF68M = find_shape("jf68m", None)

@@ -20,8 +20,6 @@ from urllib.parse import urlsplit
 import pytest
 import uvicorn
 from openai import AsyncOpenAI, OpenAI
-from small_engine import SIZES
-from tiny_models import byte_tokenizer, noisy_copy, tiny_target
 
 from offload_rt import LLM
 from offload_rt.api.sessions import SessionFolder
@@ -30,6 +28,8 @@ from offload_rt.server.app import Service, create_app
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.prefixes import PrefixPool
 from offload_rt.server.worker import Worker
+from support.small_engine import SIZES
+from support.tiny_models import byte_tokenizer, noisy_copy, tiny_target
 
 NAME = "tiny"
 ASCII = 128

@@ -1,7 +1,4 @@
-"""A small engine: a pair of tiny models, and sizes that a short sequence overflows.
-
-A test file imports the fixtures that it uses.
-"""
+"""A small engine: a pair of tiny models, and sizes that a short sequence overflows."""
 
 from __future__ import annotations
 
@@ -12,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import byte_ids, noisy_copy, tiny_target
-from transformers import PreTrainedModel
 
 from cpu_kv import CudaLink, Link, PacedLink
 from offload_rt import LLM, Context, GenerationResult, SamplingParams
-from offload_rt.caches.sizes import Tiers
+from offload_rt.caches.sizes import GpuTier, Tiers
 from offload_rt.engine.batching import PassThread
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
+from support.tiny_models import byte_ids, noisy_copy, tiny_target
 
 CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup", "trees")
 PAGE = 16
@@ -38,13 +34,19 @@ SIZES: dict[str, object] = {
 PROMPT = byte_ids(150)
 PARAMS = SamplingParams(max_tokens=40)
 
-
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 _ON_CUDA = pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)
 ON_CUDA = pytest.mark.parametrize("device", [_ON_CUDA])
 DEVICES = pytest.mark.parametrize("device", [pytest.param(CPU, id="paced"), _ON_CUDA])
 """Where KV crosses a link."""
+STREAMED = Tiers()
 LINKS: dict[str, Callable[[], Link | None]] = {"in place": lambda: None, "link": lambda: PacedLink(1e9)}
+BY_GPUS = [
+    Tiers(16, 32, (GpuTier(32, 16),)),
+    Tiers(gpus=(GpuTier(0, 48), GpuTier(64, 0))),
+    Tiers(0, 16, (GpuTier(16, 1024),)),
+]
+"""On other GPUs: where there is none, by other links and streams of the one."""
 
 
 def link_to(device: torch.device) -> Link:
@@ -117,18 +119,18 @@ def passes_of(
     return passes
 
 
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
-    return tiny_target("llama-gqa")
-
-
-@pytest.fixture(scope="module")
-def draft(target: PreTrainedModel) -> PreTrainedModel:
-    return noisy_copy(target)
-
-
-@pytest.fixture(scope="module")
-def plain_tokens(target: PreTrainedModel) -> list[int]:
-    """What follows `PROMPT` by `PARAMS`, decoded plainly and in place."""
-    with LLM.from_models(target, config="plain", overrides=SIZES) as llm:
-        return llm.generate(PROMPT, PARAMS).tokens
+def small_llm(device: torch.device, config: str, shares: Tiers = STREAMED, **offload: object) -> LLM:
+    target = tiny_target("llama-gqa")
+    draft = noisy_copy(target)
+    given = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens, "ahead": 2}
+    llm = LLM.from_models(
+        target.to(device),
+        draft.to(device),
+        config=config,
+        overrides=engine_overrides(**given | offload),
+        link=link_to(device),
+        other_links=[link_to(other_gpu(device)) for _ in shares.gpus],
+    )
+    if shares.gpus:
+        place(llm, shares)
+    return llm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_engine import SIZES
-from tiny_models import byte_tokenizer, tiny_target
+from support.chat_templates import BOOK, GEMMA, LLAMA, QWEN, R1, tokenizer, user
+from support.small_engine import SIZES
+from support.tiny_models import byte_tokenizer, tiny_target
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from offload_rt import LLM, SamplingParams, UsageError
@@ -21,25 +21,6 @@ from offload_rt.model.loading import load_tokenizer
 from offload_rt.system import clock
 from offload_rt.text.chat import ChatTemplate, checked_messages, with_question
 
-LLAMA = """{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}<|end|>
-
-{{ m['content'] | trim }}<|eot|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>
-
-{% endif %}"""
-QWEN = """{%- for m in messages %}
-{%- set content = m.content.split('</think>')[-1].lstrip('\\n') if m.role == 'assistant' else m.content %}
-{{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- endif %}"""
-GEMMA = """{%- for m in messages %}
-{%- if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
-{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
-{{- '<turn>' + m.role + '\\n' + m.content + '<end>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<turn>model\\n' }}{% endif %}"""
-R1 = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: <think>\n"
 SILENT = "{% for m in messages if m.role != 'system' %}[{{ m.content }}]{% endfor %}"
 QUESTION_FIRST = "{{ messages[-1].content[-6:] }}\n{% for m in messages %}{{ m.content }}\n{% endfor %}"
 PARTS = "{% for m in messages %}<{{ m.role }}>{{ m['content'][0]['text'] }}{% endfor %}"
@@ -47,18 +28,6 @@ PART_LOOP = (
     "{% for m in messages %}<{{ m.role }}>{% for c in m.content if c.type == 'text' %}{{ c.text | trim }}"
     "{% endfor %}{% endfor %}"
 )
-BOOK = "Call me Ishmael. " * 20
-
-
-def tokenizer(template: Any, **special: str) -> PreTrainedTokenizerFast:
-    made = copy.deepcopy(byte_tokenizer())
-    made.chat_template = template
-    made.add_special_tokens(special)
-    return made
-
-
-def user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
 
 
 def system(content: str) -> dict[str, str]:

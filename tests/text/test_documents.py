@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from document_files import epub, pdf, pdf_of
+from support.document_files import epub, pdf, pdf_of
 
 from offload_rt import UsageError
 from offload_rt.system import clock

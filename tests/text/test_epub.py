@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from document_files import CONTAINER, PACKAGE, PAGE, epub
+from support.document_files import CONTAINER, PACKAGE, PAGE, epub
 
 from offload_rt import UsageError
 from offload_rt.text.documents import document_text

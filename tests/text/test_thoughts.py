@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_engine import SIZES
-from test_chat import QWEN, R1, user
-from tiny_models import byte_tokenizer, tiny_target
+from support.chat_templates import QWEN, R1, user
+from support.small_engine import SIZES
+from support.tiny_models import byte_tokenizer, tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 

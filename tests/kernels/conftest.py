@@ -1,0 +1,39 @@
+"""The native kernel, for every kind of processor that this machine can play."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.native_kernels import PROCESSORS, processor_flags
+
+from offload_rt.kernels import building, native
+from offload_rt.system.memory import cache_folder
+
+
+@pytest.fixture(scope="session")
+def built() -> dict[str, Path]:
+    """The kernel for every processor that this machine can play, where there is a compiler.
+
+    Kept, as the user's own is: every process of a parallel run needs them.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        return {}
+    flags, build = processor_flags(), native._fingerprint(compiler)
+    runs = [p for p, needed in PROCESSORS.items() if p == "native" or (flags and flags.issuperset(needed))]
+    paths = {processor: cache_folder() / f"test-{build}-{processor}.so" for processor in runs}
+    missing = [processor for processor, path in paths.items() if not building.intact(path)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda processor: native._build(compiler, paths[processor], processor), missing))
+    return paths
+
+
+@pytest.fixture(scope="session", params=PROCESSORS)
+def kernel(request: pytest.FixtureRequest, built: dict[str, Path]) -> native.Kernel:
+    if request.param not in built:
+        pytest.skip(f"no C++ compiler here, or not a machine that runs {request.param}")
+    return native.Kernel(built[request.param])

@@ -1,0 +1,20 @@
+"""Processors for which the native kernel is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PROCESSORS = {
+    "native": (),
+    "x86-64-v4": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "x86-64-v3": ("avx2", "fma"),
+    "x86-64": (),
+}
+"""By the compiler's names, with what the machine must have to run them. Only the first can have the dot
+products of bfloat16."""
+
+
+def processor_flags() -> set[str]:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.is_file() else []
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
