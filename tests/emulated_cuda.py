@@ -63,8 +63,6 @@ from emulated_gpu import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpu_kv.packed import PackedSide
-
 _CPU = torch.device("cpu")
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -163,9 +161,6 @@ class Emulation(TorchDispatchMode):
     """Active in every thread: what makes tensors is asked for the device by a name alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if PackedSide in types:
-            with self:  # what it does is on the device
-                return PackedSide.__torch_dispatch__(func, types, args, kwargs)
         return _dispatch(func, args, kwargs or {})
 
 
