@@ -20,7 +20,7 @@ from torch import Tensor
 from bench import needles
 from bench.results import Row
 from bench.texts import Texts, passed, recompose, take
-from cpu_kv import head_major
+from cpu_kv import PlainPages
 from offload_rt.attention.backends import fold, folded_mask
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import Cache
@@ -76,20 +76,18 @@ class ExactTopKCache:
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         full, length = self._full, self.verified_length
-        runs = full.sequence.views(layer, 0, length)
+        runs = [pages.plain() for pages in full.sequence.views(layer, 0, length)]
         if layer >= self._whole:
-            stored = [
-                torch.cat([*map(head_major, side)], dim=1).to(full.device) for side in zip(*runs, strict=True)
-            ]
+            sides = zip(*(pages.head_major() for pages in runs), strict=True)
+            stored = [torch.cat(side, dim=1).to(full.device) for side in sides]
             mass = chunk_scores(fold(queries, len(keys)), stored[0], softmax.scale)  # of single tokens
             chosen = top_chunks(mass, min(self._budget, length), first=0)
-            k, v = (side.take_along_dim(chosen[..., None], 1)[None] for side in stored)
-            runs = [(k, v)]
+            runs = [PlainPages.one(*(side.take_along_dim(chosen[..., None], 1) for side in stored))]
         total = AttentionSum(full.backend, queries, len(keys), softmax.scale)
-        for k, v in runs:
-            total.attend(k.to(full.device), v.to(full.device))
+        for pages in runs:
+            total.attend(PlainPages(pages.keys.to(full.device), pages.values.to(full.device)))
         mask = folded_mask(full.backend, self._new.mask(0, keys), queries, len(keys))
-        total.attend(keys, values, mask)
+        total.attend(PlainPages.one(keys, values), mask)
         return total.result(softmax.sinks)
 
     def commit(self, kept: Sequence[int]) -> None:

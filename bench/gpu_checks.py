@@ -19,7 +19,7 @@ from torch import Tensor
 from bench import machine
 from bench.cases import ON_CUDA
 from bench.results import Row
-from cpu_kv import CudaLink, Event, KVLayout, SlabAllocator, head_major
+from cpu_kv import CudaLink, Event, KVLayout, KVPages, PlainPages, SlabAllocator, head_major
 from cpu_kv.mapped import computed_copy, device_view
 from cpu_kv.streams import device_streams
 from offload_rt.attention.backends import AttentionBackend, choose_backend, fold, folded_mask
@@ -163,7 +163,7 @@ def attention(given: Given) -> Iterator[Row]:
         asked = fold(draw(HEADS, count, HEAD_DIM), KV_HEADS)
 
         def attend() -> tuple[Tensor, Tensor]:
-            return attended(backend, asked, pages[:, 0], pages[:, 1], scale)  # noqa: B023
+            return attended(backend, asked, PlainPages.of(pages), scale)  # noqa: B023
 
         gb_s = pages.nbytes / least_seconds(attend, device) / 1e9
         off = largest_error(attend(), exact(asked, keys, values, scale))
@@ -172,7 +172,7 @@ def attention(given: Given) -> Iterator[Row]:
         mask[:, :page] = -torch.inf
         near, of = (side[:, : mask.shape[1]] for side in (keys, values))
         folded = folded_mask(backend, mask, asked, len(asked))
-        masked = attended(backend, asked, near, of, scale, folded)
+        masked = attended(backend, asked, PlainPages.one(near, of), scale, folded)
         wanted = exact(asked, near[:, page:], of[:, page:], scale)
         case = {"queries": count, "off": off, "masked_off": largest_error(masked, wanted)}
         cases.append(case | {"gb_s": gb_s, "share_of_rate": gb_s / rate})
@@ -188,14 +188,13 @@ def attention(given: Given) -> Iterator[Row]:
 def attended(
     backend: AttentionBackend,
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    pages: KVPages,
     scale: float,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of folded queries: out `[kv_heads, query, head_dim]`, lse `[kv_heads, query]`."""
     total = AttentionSum(backend, queries, len(queries), scale)
-    total.attend(keys, values, mask)
+    total.attend(pages, mask)
     assert total.lse is not None
     return total.result(), total.lse
 

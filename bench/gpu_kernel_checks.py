@@ -19,8 +19,17 @@ from bench.gpu_checks import ALLOWED_ERROR, HEAD_DIM, MIB, Given, exact, largest
 from bench.random_models import random_model, random_prompt
 from bench.recorded_text import RecordedText
 from bench.results import Row
-from cpu_kv import CudaLink, KVLayout, PagedKVStore, SlabAllocator, TransferEngine, head_major
-from cpu_kv.packed import PackedShape, PackedSide
+from cpu_kv import (
+    CudaLink,
+    KVLayout,
+    PackedPages,
+    PagedKVStore,
+    PlainPages,
+    SlabAllocator,
+    TransferEngine,
+    head_major,
+)
+from cpu_kv.packed import PackedShape
 from offload_rt.attention.backends import TorchCudaBackend, fold, use_triton
 from offload_rt.attention.mass import Sample
 from offload_rt.attention.page_codec import machine_codec
@@ -89,7 +98,7 @@ def _attention_and_mass(given: Given, heads: int, kv_heads: int, count: int) -> 
     both = drawn(given.sizes.pages * 8 // kv_heads, 2, kv_heads, PAGE, HEAD_DIM, device=device)
     keys, values = both[:, 0], both[:, 1]
     backend = TorchCudaBackend()
-    before = backend.add(None, queries, keys[:1], values[:1], scale, None)
+    before = backend.add(None, queries, PlainPages(keys[:1], values[:1]), scale)
     out, lse = (one.contiguous() for one in before)
     chunks = len(keys) * PAGE // CHUNK
     rows = heads // kv_heads * len(range(0, sample.period, sample.step))
@@ -165,11 +174,8 @@ def _packed_attention(given: Given, name: str, queries: Tensor, pages: Tensor) -
     backend, scale = TorchCudaBackend(), HEAD_DIM**-0.5
     shape = PackedShape(pages.shape[2], PAGE, HEAD_DIM)
     packed = machine_codec().encode(shape, pages)
-    sides = PackedSide.pair(packed, shape, machine_codec())
-    attend, attend_raw = (
-        partial(backend.add, None, queries, *pair, scale, None)
-        for pair in (sides, (pages[:, 0], pages[:, 1]))
-    )
+    forms = PackedPages(packed, shape, machine_codec()), PlainPages.of(pages)
+    attend, attend_raw = (partial(backend.add, None, queries, form, scale) for form in forms)
     found, worst = attend(), 0.0
     for head in range(0, len(queries), max(1, len(queries) // 4)):  # float64, a few heads at a time
         keys, values = (head_major(pages[:, side])[head, None] for side in range(2))
@@ -211,11 +217,10 @@ def _through_the_ring(given: Given) -> Iterator[Row]:
                 for layer in range(2):
                     at = 0
                     for segment in stream.segments(layer):
-                        for side, part in enumerate(segment):
-                            if check:
-                                found = head_major(part)
-                                equal &= torch.equal(found, kv[layer, side, :, at : at + found.shape[1]])
-                        at += len(segment[0]) * PAGE
+                        if check:
+                            found = torch.stack(segment.head_major())
+                            equal &= torch.equal(found, kv[layer, :, :, at : at + segment.tokens])
+                        at += segment.tokens
                     equal &= at == whole
                 engine.finish_compute()
                 return equal

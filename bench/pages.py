@@ -85,7 +85,12 @@ def code(subject: Subject) -> Iterator[Row]:
             layout = stored_layout(llm.engine.store.layout, "packed", over_link=True)
             length = sequence.full.sequence.length // layout.page_size * layout.page_size
             layers = [
-                torch.cat([torch.stack(sides, 1) for sides in sequence.full.sequence.views(layer, 0, length)])
+                torch.cat(
+                    [
+                        torch.stack([pages.side(0), pages.side(1)], 1)
+                        for pages in sequence.full.sequence.views(layer, 0, length)
+                    ]
+                )
                 for layer in range(layout.layers)
             ]
         yield {"model": part} | _packing(layout, layers, subject.sizes.turns)

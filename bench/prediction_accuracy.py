@@ -132,8 +132,8 @@ def attention_rates(shape: ModelShape, context: int, queries: Sequence[int]) -> 
 
             def attend(asked: Tensor = asked) -> Tensor:
                 total = AttentionSum(backend, asked, heads, dim**-0.5)
-                for part in sequence.views(0):
-                    total.attend(*part)
+                for pages in sequence.views(0):
+                    total.attend(pages)
                 return total.result()
 
             attend()

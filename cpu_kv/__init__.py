@@ -4,13 +4,14 @@ TYPE_CHECKING = False  # true to type checkers
 if TYPE_CHECKING:
     from cpu_kv.chunks import ChunkMeans
     from cpu_kv.cuda_link import CudaLink
-    from cpu_kv.layout import KeysValues, KVLayout, cut_alike, head_major, part_of, parts_of_pages
+    from cpu_kv.layout import KVLayout
     from cpu_kv.link import CopyFailed, CpuLink, Event, Link
     from cpu_kv.paced_link import PacedLink
     from cpu_kv.pinned import PageLocking, SlabAllocator
     from cpu_kv.sizes import ElementType, KVSizes
     from cpu_kv.store import PagedKVStore, SequenceKV
     from cpu_kv.transfer import LayerStream, PendingCopy, TransferCounters, TransferEngine
+    from cpu_kv.views import KVPages, PackedPages, PlainPages, head_major
 
 __all__ = [
     "ChunkMeans",
@@ -20,25 +21,35 @@ __all__ = [
     "ElementType",
     "Event",
     "KVLayout",
+    "KVPages",
     "KVSizes",
-    "KeysValues",
     "LayerStream",
     "Link",
     "PacedLink",
+    "PackedPages",
     "PageLocking",
     "PagedKVStore",
     "PendingCopy",
+    "PlainPages",
     "SequenceKV",
     "SlabAllocator",
     "TransferCounters",
     "TransferEngine",
-    "cut_alike",
     "head_major",
-    "part_of",
-    "parts_of_pages",
 ]
 
-_MODULES = ("sizes", "layout", "link", "chunks", "cuda_link", "paced_link", "pinned", "store", "transfer")
+_MODULES = (
+    "sizes",
+    "layout",
+    "views",
+    "link",
+    "chunks",
+    "cuda_link",
+    "paced_link",
+    "pinned",
+    "store",
+    "transfer",
+)
 
 
 def __getattr__(name: str) -> object:

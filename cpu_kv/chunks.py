@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpu_kv.layout import KeysValues, KVLayout, head_major
+from cpu_kv.layout import KVLayout
+from cpu_kv.views import KVPages, head_major
 
 
 class ChunkMeans:
@@ -52,14 +53,14 @@ class ChunkMeans:
         full = max(length // self.chunk_size, self._counts[layer])
         return self._counts[layer] * self.chunk_size, full * self.chunk_size
 
-    def extend(self, layer: int, part: KeysValues) -> None:
-        """Adds the means of the next tokens, whole chunks of ``[pages, kv_heads, n, head_dim]``."""
+    def extend(self, layer: int, pages: KVPages) -> None:
+        """Adds the means of the next tokens, in whole chunks."""
         count = self._counts[layer]
-        full = count + len(part[0]) * part[0].shape[2] // self.chunk_size
+        full = count + pages.tokens // self.chunk_size
         if full > self._means[layer].shape[2]:
             self._grow(layer, max(full, 2 * count))
-        for means, side in zip(self._means[layer], part, strict=False):
-            chunks = side.unflatten(2, (-1, self.chunk_size))
+        for side, means in enumerate(self._means[layer]):
+            chunks = pages.side(side).unflatten(2, (-1, self.chunk_size))
             means[:, count:full] = head_major(chunks.mean(dim=3, dtype=torch.float32))
         self._counts[layer] = full
 

@@ -17,12 +17,8 @@ The functions of `PageCodec` are plain torch, for any device: the reference of f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from cpu_kv.sizes import PackedSizes
 
@@ -84,18 +80,26 @@ class PageCodec:
             _restore_escapes(shape.escapes(some), bits.flatten(1), first_side * shape.values // 2)
             there.copy_(bits.view(torch.bfloat16))
 
-    def take(self, side: PackedSide, page: Tensor, head: Tensor, token: Tensor, out: Tensor) -> None:
-        """Unpacks runs of tokens, each of one page and head.
+    def take(
+        self,
+        shape: PackedShape,
+        packed: Tensor,
+        side: int,
+        page: Tensor,
+        head: Tensor,
+        token: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Unpacks runs of tokens, each of one page and head, of the keys (``side`` 0) or the values (1).
 
         ``out``: contiguous, ``[runs, n, head_dim]``: tokens ``token`` .. ``token + n`` of each run.
         ``page``, ``head``, ``token``: of each run, int64.
         """
-        shape, packed = side.packed_shape, side.packed
         tokens = token[:, None] + torch.arange(out.shape[1], device=token.device)
         pages, heads = page[:, None], head[:, None]
-        rows = shape.rows(packed)[pages, side.side, heads, tokens]
-        bits = _bits(rows, shape.bases(packed)[page, side.side, head][:, None])
-        first = ((side.side * shape.kv_heads + head) * shape.page_size + token) * shape.head_dim
+        rows = shape.rows(packed)[pages, side, heads, tokens]
+        bits = _bits(rows, shape.bases(packed)[page, side, head][:, None])
+        first = ((side * shape.kv_heads + head) * shape.page_size + token) * shape.head_dim
         _restore_escapes(shape.escapes(packed)[page], bits.flatten(1), first[:, None])
         out.copy_(bits.view(torch.bfloat16))
 
@@ -146,91 +150,3 @@ def _restore_escapes(lists: Tensor, bits: Tensor, first: int | Tensor) -> None:
     kept = wide.gather(1, at).to(torch.int32) & 0x807F
     wide.scatter_(1, at, (kept | ((lists & 255) << 7)).to(torch.int16))
     bits.copy_(wide[:, :-1])
-
-
-class PackedSide(Tensor):
-    """The keys or values of packed pages, to torch's operators ``[pages, kv_heads, page_size, head_dim]``.
-
-    Whole pages are picked (``side[2:5]``) without unpacking. Any other operator unpacks all of its pages
-    first, so what is read often reads ``packed`` itself. It must not be written to.
-
-    Attributes:
-        packed: uint8 ``[pages, nbytes]``.
-        side: 0: keys, 1: values.
-        buffer: memory for ``unpacked_pages``, of ``KVLayout.pages_shape``; None: new memory.
-    """
-
-    packed: Tensor
-    packed_shape: PackedShape
-    codec: PageCodec
-    side: int
-    buffer: Tensor | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(
-        cls,
-        packed: Tensor,
-        packed_shape: PackedShape,
-        codec: PageCodec,
-        side: int,
-        buffer: Tensor | None = None,
-    ) -> PackedSide:
-        sizes = (len(packed), packed_shape.kv_heads, packed_shape.page_size, packed_shape.head_dim)
-        made: PackedSide = Tensor._make_wrapper_subclass(
-            cls, sizes, dtype=torch.bfloat16, device=packed.device
-        )
-        made.packed, made.packed_shape, made.codec, made.side = packed, packed_shape, codec, side
-        made.buffer = buffer
-        return made
-
-    @classmethod
-    def pair(
-        cls, packed: Tensor, packed_shape: PackedShape, codec: PageCodec, buffer: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of pages."""
-        keys, values = (cls(packed, packed_shape, codec, side, buffer) for side in range(2))
-        return keys, values
-
-    def unpacked(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Returns pages ``first`` .. ``last`` as a plain tensor."""
-        packed = self.packed[first:last]
-        out = packed.new_empty(len(packed), 1, *self.shape[1:], dtype=torch.bfloat16)
-        self.codec.decode(self.packed_shape, packed, out, self.side)
-        return out[:, 0]
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"PackedSide({list(self.shape)})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        first = args[0] if args else None
-        if function is torch.ops.aten.detach.default:
-            return first
-        if function is torch.ops.aten.slice.Tensor and isinstance(first, cls) and not (args[1:2] or [0])[0]:
-            pages = function(first.packed, *args[1:], **(kwargs or {}))
-            return cls(pages, first.packed_shape, first.codec, first.side, first.buffer)
-        plain_args, plain_kwargs = tree_map(_plain, (args, kwargs or {}))
-        return function(*plain_args, **plain_kwargs)
-
-
-def unpacked_pages(keys: PackedSide) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields keys and values of the pages of ``keys`` as plain tensors, as many at a time as fit the buffer.
-
-    Each pair is valid until the next one.
-    """
-    shape, buffer = keys.packed_shape, keys.buffer
-    if buffer is None:
-        sizes = (2, shape.kv_heads, shape.page_size, shape.head_dim)
-        buffer = keys.packed.new_empty(len(keys.packed), *sizes, dtype=torch.bfloat16)
-    for packed in keys.packed.split(max(1, len(buffer))):
-        pages = buffer[: len(packed)]
-        keys.codec.decode(shape, packed, pages)
-        yield pages[:, 0], pages[:, 1]
-
-
-def _plain(value: Any) -> Any:
-    return value.unpacked() if isinstance(value, PackedSide) else value

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cpu_kv.layout import KeysValues, KVLayout, parts_of_pages, parts_of_sides
+from cpu_kv.layout import KVLayout
 from cpu_kv.mapped import device_view, kernels_use_host_pointers
-from cpu_kv.packed import PackedSide, PageCodec
+from cpu_kv.packed import PageCodec
 from cpu_kv.pinned import SlabAllocator, pieces
+from cpu_kv.views import KVPages, PackedPages, PlainPages
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,18 +155,19 @@ class PagePool:
         if first < last:
             yield first, last, None
 
-    def parts(self, slab: Slab, layer: int, start: int, end: int) -> list[KeysValues]:
-        """Returns views of the tokens ``start`` .. ``end`` of a slab, as ``parts_of_pages``."""
-        memory, page, found = self.memory(slab, layer), self._layout.page_size, list[KeysValues]()
+    def views(self, slab: Slab, layer: int, start: int, end: int) -> list[KVPages]:
+        """Returns views of the tokens ``start`` .. ``end`` of a slab, see ``KVPages.span``."""
+        memory, page, found = self.memory(slab, layer), self._layout.page_size, list[KVPages]()
+        if not self._layout.packed:
+            return PlainPages.of(memory).span(start, end)
         for first, last, unpacked in self.forms(slab, layer, start // page, -(-end // page)):
-            if unpacked is not None:
-                sides = unpacked[:, 0], unpacked[:, 1]
-            elif self._layout.packed:
-                sides = PackedSide.pair(memory[first:last], self._layout.packed_shape, self._codec)
+            pages: KVPages
+            if unpacked is None:
+                pages = PackedPages(memory[first:last], self._layout.packed_shape, self._codec)
             else:
-                return parts_of_pages(memory, start, end)
+                pages = PlainPages.of(unpacked)
             before = first * page
-            found += parts_of_sides(*sides, max(start - before, 0), min(end, last * page) - before)
+            found += pages.span(max(start - before, 0), min(end, last * page) - before)
         return found
 
     def open(self, slab: Slab, layer: int, page: int, *, keep: bool = False) -> Tensor:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpu_kv.layout import KeysValues, KVLayout
+from cpu_kv.layout import KVLayout
 from cpu_kv.link import CopyFailed, Event, Link, PastEvent
-from cpu_kv.packed import PackedSide, PageCodec
+from cpu_kv.packed import PageCodec
+from cpu_kv.views import KVPages, PackedPages, PlainPages
 
 
 @dataclass(eq=False)
@@ -80,14 +81,13 @@ class StagingRing:
             step = self._slots[0].memory.numel() // (page * self._layout.layer_token_bytes) * page
         return ((at, min(at + step, end)) for at in range(start, end, step))
 
-    def read(self, memory: Tensor, codec: PageCodec, packed: bool) -> KeysValues:
-        """Returns keys and values of pages in device memory: a pair of ``PackedSide`` if ``packed``."""
+    def read(self, memory: Tensor, codec: PageCodec, packed: bool) -> KVPages:
+        """Returns the pages in device memory."""
         layout = self._layout
         if not packed:
-            pages = memory.view(layout.dtype).view(layout.pages_shape(-1))
-            return pages[:, 0], pages[:, 1]
-        rows = memory.view(-1, layout.page_bytes)
-        return PackedSide.pair(rows, layout.packed_shape, codec, self._unpacked)
+            return PlainPages.of(memory.view(layout.dtype).view(layout.pages_shape(-1)))
+        data = memory.view(-1, layout.page_bytes)
+        return PackedPages(data, layout.packed_shape, codec, self._unpacked)
 
     def drain(self) -> None:
         """Waits for all copies into slots and all compute that reads them; then they may be freed."""

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from cpu_kv.chunks import ChunkMeans
-from cpu_kv.layout import KeysValues, KVLayout, cut_alike, parts_of_pages
+from cpu_kv.layout import KVLayout
 from cpu_kv.packed import PageCodec
 from cpu_kv.pages import PagePool, Slab, locked_pieces
+from cpu_kv.views import KVPages, PlainPages, cut_alike
 
 
 @dataclass
@@ -122,7 +123,7 @@ class SequenceKV:
         self._pool = store._pool
         self._runs: list[_Run] = []
         self._lengths = [0] * layout.layers
-        self._whole: dict[int, tuple[int, int, list[KeysValues]]] = {}  # newest views of full pages, by layer
+        self._whole: dict[int, tuple[int, int, list[KVPages]]] = {}  # newest views of full pages, by layer
         self._closed = False
 
     @property
@@ -177,14 +178,14 @@ class SequenceKV:
         self._check()
         self._append(range(self.layout.layers), self.length, [(keys, values) for keys, values in kv])
 
-    def _append(self, layers: Sequence[int], start: int, kv: Sequence[KeysValues]) -> None:
+    def _append(self, layers: Sequence[int], start: int, kv: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Writes keys and values of these layers behind their first ``start`` tokens, and counts them."""
         count = self.layout.tokens_in(*kv[0])
         self._grow(start + count, slab_pages=self._store._slab_pages)
         for layer, (keys, values) in zip(layers, kv, strict=True):
-            places = self._span(layer, start, start + count, write=True)
-            for place, piece in cut_alike(places, keys.detach(), values.detach()):
-                place.copy_(piece)
+            places = self._places(layer, start, start + count)
+            for place, *pieces in cut_alike(places, keys.detach(), values.detach()):
+                place.write(*pieces)
         self._advance(layers, start, count)
 
     def advance(self, layer: int, count: int) -> None:
@@ -278,9 +279,9 @@ class SequenceKV:
         ((slab, number),) = self._pool.take(1, slab_pages=1)
         try:
             for layer in range(self.layout.layers):
-                (there,) = parts_of_pages(self._pool.open(slab, layer, number), 0, length - start)
-                for place, side in zip(there, *self._span(layer, start, length), strict=True):
-                    place.copy_(side)
+                place = PlainPages.of(self._pool.open(slab, layer, number)).cut(0, length - start)
+                (cut,) = self._span(layer, start, length)
+                place.write(*cut.head_major())
         except BaseException:
             self._pool.give_back(slab, number)
             raise
@@ -327,12 +328,11 @@ class SequenceKV:
         for run_slab, number in dropped:
             self._pool.give_back(run_slab, number)
 
-    def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KeysValues]:
+    def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KVPages]:
         """Returns views of the tokens ``start`` .. ``end`` (default: all) of ``layer``, in order.
 
-        Each is a pair of keys and values ``[pages, kv_heads, tokens, head_dim]``: of consecutive whole pages,
-        or of a part of one page. Of packed pages, it is a pair of ``PackedSide``. Raises ValueError if the
-        range is not present.
+        Each is of consecutive whole pages, which may be packed, or of a part of one page, see
+        ``KVPages.span``. Raises ValueError if the range is not present.
         """
         present = self.layer_length(layer)
         end = present if end is None else end
@@ -346,7 +346,7 @@ class SequenceKV:
             kept = self._whole[layer] = (start, end, self._span(layer, start, end))
         return kept[2]
 
-    def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KeysValues] | None:
+    def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KVPages] | None:
         """Returns ``views`` as tensors of a CUDA device, whose kernels read them over the link.
 
         Returns None for other devices, and if the memory is packed or not page-locked. Not for ``copy_``, see
@@ -355,12 +355,12 @@ class SequenceKV:
         self.views(layer, start, end)  # raises ValueError if the range is not present
         if device.type != "cuda" or self.layout.packed:
             return None
-        page, found = self.layout.page_size, list[KeysValues]()
+        page, found = self.layout.page_size, list[KVPages]()
         for run, _, _ in self._runs_of(start // page, -(-end // page)):
             mapped = self._pool.mapped(run.slab, layer, device)
             if mapped is None:
                 return None
-            found += parts_of_pages(mapped, *self._in_slab(run, start, end))
+            found += PlainPages.of(mapped).span(*self._in_slab(run, start, end))
         return found
 
     def memory(self, layer: int, start: int, end: int, *, write: bool = False) -> list[Tensor]:
@@ -474,16 +474,21 @@ class SequenceKV:
             start = stop
             number += 1
 
-    def _span(self, layer: int, start: int, end: int, *, write: bool = False) -> list[KeysValues]:
-        """Returns views of the tokens ``start`` .. ``end``, present or not; ``write``: to be written."""
-        page = self.layout.page_size
-        found: list[KeysValues] = []
-        for run, first, last in self._runs_of(start // page, -(-end // page)):
-            in_slab = self._in_slab(run, start, end)
-            for number in range(first, last) if write and self.layout.packed else ():
-                self._pool.open(run.slab, layer, number, keep=number * page < in_slab[0])
-            found += self._pool.parts(run.slab, layer, *in_slab)
+    def _span(self, layer: int, start: int, end: int) -> list[KVPages]:
+        """Returns views of the tokens ``start`` .. ``end``, present or not."""
+        page, found = self.layout.page_size, list[KVPages]()
+        for run, _, _ in self._runs_of(start // page, -(-end // page)):
+            found += self._pool.views(run.slab, layer, *self._in_slab(run, start, end))
         return found
+
+    def _places(self, layer: int, start: int, end: int) -> list[PlainPages]:
+        """Returns views of the tokens ``start`` .. ``end``, which will be written."""
+        page = self.layout.page_size
+        for run, first, last in self._runs_of(start // page, -(-end // page)) if self.layout.packed else ():
+            for number in range(first, last):
+                begins = self._in_slab(run, start, end)[0]
+                self._pool.open(run.slab, layer, number, keep=number * page < begins)
+        return [one.plain() for one in self._span(layer, start, end)]
 
     def _in_slab(self, run: _Run, start: int, end: int) -> tuple[int, int]:
         """Returns the range in a run's slab of those of the tokens ``start`` .. ``end`` that it holds."""

@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cpu_kv.layout import KeysValues, cut_alike, parts_of_pages
 from cpu_kv.link import CopyFailed, Event, Link, Pairs, pair_bytes
 from cpu_kv.sizes import PROMPT_WRITES, READ_TOKENS
 from cpu_kv.staging import HostBuffers, StagingRing, StagingSlot
 from cpu_kv.store import SequenceKV
+from cpu_kv.views import KVPages, PlainPages, cut_alike
 
 
 @dataclass
@@ -171,8 +171,9 @@ class TransferEngine:
         count = layout.tokens_in(keys, values)
         pages = layout.pages(count)
         paged = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=keys.device)
-        for place, part in cut_alike(parts_of_pages(paged, 0, count), keys.detach(), values.detach()):
-            place.copy_(part)
+        places = [one.plain() for one in PlainPages.of(paged).span(0, count)]
+        for place, *pieces in cut_alike(places, keys.detach(), values.detach()):
+            place.write(*pieces)
         while len(self._writes) >= PROMPT_WRITES:
             self._finish_oldest_write()
         ahead = sum(write.tokens for write in self._writes if layer in write.layers)
@@ -227,8 +228,8 @@ class TransferEngine:
                     codec.decode(layout.packed_shape, there.view(pages, -1), out)
                 into = into[size:]
 
-    def resident_pages(self, memory: Tensor, *, packed: bool) -> KeysValues:
-        """Returns keys and values of pages that ``load`` copied, see ``LayerStream.segments``."""
+    def resident_pages(self, memory: Tensor, *, packed: bool) -> KVPages:
+        """Returns the pages that ``load`` copied."""
         assert self._ring is not None, "over a link that is in place, nothing is resident"
         return self._ring.read(memory, self.sequence.codec, packed)
 
@@ -270,8 +271,8 @@ class TransferEngine:
     def _put_together(self, start: int, out: Tensor) -> None:
         for layer, (keys, values) in enumerate(out):
             parts = self.sequence.views(layer, start, start + keys.shape[1])
-            for part, place in cut_alike(parts, keys, values):
-                place.copy_(part)
+            for part, *places in cut_alike(parts, keys, values):
+                part.copy_to(*places)
 
     def fetch(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> Tensor:
         """Returns a tensor on the link's device with the content that ``fill`` writes to a host tensor.
@@ -422,10 +423,10 @@ class LayerStream:
         self._reading: StagingSlot | None = None
         self._closed = False
 
-    def segments(self, layer: int) -> Iterator[KeysValues]:
-        """Yields keys and values ``[pages, kv_heads, page_size, head_dim]`` of ``layer``, on the device.
+    def segments(self, layer: int) -> Iterator[KVPages]:
+        """Yields whole pages of ``layer`` in order, on the device.
 
-        Pairs come in order; each is valid until the next one is requested. Raises RuntimeError if layers or
+        Each segment is valid until the next one is requested. Raises RuntimeError if layers or
         streams are read out of order, CopyFailed if a copy failed.
         """
         engine = self._engine
@@ -434,18 +435,18 @@ class LayerStream:
         if engine._streams[0] is not self:
             raise RuntimeError("cannot read this stream: close the stream before it, or read it to its end")
         if engine._ring is None:
-            pairs: Iterator[KeysValues] = iter(engine.sequence.views(layer, self.start, self.end))
+            segments: Iterator[KVPages] = iter(engine.sequence.views(layer, self.start, self.end))
         else:
-            pairs = self._through(engine._ring)
-        for pair in pairs:
-            yield pair
+            segments = self._through(engine._ring)
+        for pages in segments:
+            yield pages
             if self._closed:
                 raise RuntimeError("the stream was closed while its segments were being read")
         self._layer += 1
         if self._layer == engine.sequence.layout.layers:
             engine._streams.popleft()
 
-    def _through(self, ring: StagingRing) -> Iterator[KeysValues]:
+    def _through(self, ring: StagingRing) -> Iterator[KVPages]:
         engine, at = self._engine, self.start
         packs = engine.sequence.layout.packed
         while at < self.end:

@@ -2,7 +2,7 @@
 
 Shapes in this package, for one sequence:
 
-    queries `[heads, query, head_dim]`, keys and values `[pages, kv_heads, tokens, head_dim]`;
+    queries `[heads, query, head_dim]`, keys and values `[pages, kv_heads, tokens, head_dim]` (`KVPages`);
     out `[heads, query, head_dim]`, lse `[heads, query]` in float32 (float64 for float64 queries).
 
 `heads` is a multiple of `kv_heads`; query head h reads key head h // (heads / kv_heads). Grouped heads are
@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cpu_kv import KVLayout, head_major
-from cpu_kv.packed import PackedSide, unpacked_pages
+from cpu_kv import KVLayout, KVPages, PackedPages, head_major
 from offload_rt.attention.mass import Sample
 from offload_rt.kernels import operators
 from offload_rt.kernels.native import Kernel, load_kernel
@@ -85,17 +84,20 @@ class AttentionBackend(ABC):
         self,
         total: Total | None,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        pages: KVPages,
         scale: float,
-        mask: Tensor | None,
+        mask: Tensor | None = None,
     ) -> Total:
         """Adds attention over a segment to a sum; the tensors are as in `parts`.
 
         Args:
             total: the sum so far; None: nothing was added. It stays as it is.
+            mask: of plain pages.
         """
-        return self.combined(total, *self.parts(queries, keys, values, scale, mask))
+        for some in pages.portions():
+            total = self.combined(total, *self.parts(queries, some.keys, some.values, scale, mask))
+        assert total is not None
+        return total
 
     def combined(self, total: Total | None, outs: Tensor, lses: Tensor) -> Total:
         """Adds what `parts` returns to a sum."""
@@ -106,8 +108,7 @@ class AttentionBackend(ABC):
         self,
         total: Total | None,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        pages: KVPages,
         scale: float,
         sample: Sample,
         mass: Tensor,
@@ -120,17 +121,22 @@ class AttentionBackend(ABC):
             reference: what the mass is relative to; None: the log-sum-exp of the result.
         """
         operators, every = self.operators, (sample.period, sample.step)
-        if total is None or reference is None:
-            total = self.add(total, queries, keys, values, scale, None)
-            operators.chunk_mass_(mass, queries, keys, total[1], scale, *every)
-            return total
-        parts = self.parts(queries, keys, values, scale, None)
-        found: Total = operators.combine_with_mass_(
-            mass, *parts, *total, queries, keys, reference, scale, *every
-        )
-        return found
+        chunks, at = mass.shape[2] // max(1, len(pages)), 0
+        for some in pages.portions():
+            part = mass[:, :, at : at + len(some) * chunks]
+            at += len(some) * chunks
+            if total is None or reference is None:
+                total = self.add(total, queries, some, scale)
+                operators.chunk_mass_(part, queries, some.keys, total[1], scale, *every)
+            else:
+                parts = self.parts(queries, some.keys, some.values, scale, None)
+                total = operators.combine_with_mass_(
+                    part, *parts, *total, queries, some.keys, reference, scale, *every
+                )
+        assert total is not None
+        return total
 
-    def wants_reference(self, keys: Tensor) -> bool:
+    def wants_reference(self, pages: KVPages) -> bool:
         """Returns whether `add_with_mass` over several pages needs a reference."""
         return False
 
@@ -246,31 +252,29 @@ class NativeCpuBackend(TorchCpuBackend):
         self,
         total: Total | None,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        pages: KVPages,
         scale: float,
-        mask: Tensor | None,
+        mask: Tensor | None = None,
     ) -> Total:
-        if self._kernel.supports(queries, keys, values):
-            return self._kernel.attend(queries, keys, values, scale, mask, self.threads, total)
-        return super().add(total, queries, keys, values, scale, mask)
+        if self._kernel.supports(queries, pages):
+            return self._kernel.attend(queries, pages, scale, mask, self.threads, total)
+        return super().add(total, queries, pages, scale, mask)
 
     def add_with_mass(
         self,
         total: Total | None,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        pages: KVPages,
         scale: float,
         sample: Sample,
         mass: Tensor,
         reference: Tensor | None,
     ) -> Total:
-        kernel, chunk = self._kernel, len(keys) * keys.shape[2] // mass.shape[2]
-        if not (kernel.supports(queries, keys, values) and kernel.supports_mass(keys, chunk)):
-            return super().add_with_mass(total, queries, keys, values, scale, sample, mass, reference)
+        kernel, chunk = self._kernel, pages.tokens // mass.shape[2]
+        if not (kernel.supports(queries, pages) and kernel.supports_mass(pages, chunk)):
+            return super().add_with_mass(total, queries, pages, scale, sample, mass, reference)
         given = (total, mass, reference, sample.period, sample.step)
-        return kernel.attend(queries, keys, values, scale, None, self.threads, *given)
+        return kernel.attend(queries, pages, scale, None, self.threads, *given)
 
     def add_quantized(
         self, total: Total | None, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None
@@ -288,61 +292,54 @@ class TorchCudaBackend(_TorchBackend):
     _mask_alignment = 8  # the efficient kernel reads its bias in rows of this many entries
     _unseen: ClassVar = {torch.float16: -6e4}
 
-    def wants_reference(self, keys: Tensor) -> bool:
-        return isinstance(keys, PackedSide)  # their mass is taken while they are attended
+    def wants_reference(self, pages: KVPages) -> bool:
+        return isinstance(pages, PackedPages)  # their mass is taken while they are attended
 
     def add(
         self,
         total: Total | None,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        pages: KVPages,
         scale: float,
-        mask: Tensor | None,
+        mask: Tensor | None = None,
     ) -> Total:
-        if not isinstance(keys, PackedSide) or mask is not None or not len(keys):
-            return super().add(total, queries, keys, values, scale, mask)
-        if queries.shape[1] <= MOST_PACKED_QUERIES:
-            none = None, None, 1, 1
-            found = self.operators.attend_packed(queries, keys.packed, keys.shape[2], scale, *none)
-            return self.combined(total, *found)
-        for plain in unpacked_pages(keys):
-            total = super().add(total, queries, *plain, scale, None)
-        assert total is not None
-        return total
+        packed = self._attended_packed(queries, pages)
+        if packed is None:
+            return super().add(total, queries, pages, scale, mask)
+        none = None, None, 1, 1
+        found = self.operators.attend_packed(queries, packed.data, packed.page_tokens, scale, *none)
+        return self.combined(total, *found)
+
+    @staticmethod
+    def _attended_packed(queries: Tensor, pages: KVPages) -> PackedPages | None:
+        """Returns pages that a kernel attends to as they are; None: they are plain, or unpacked first."""
+        few = len(pages) > 0 and queries.shape[1] <= MOST_PACKED_QUERIES
+        return pages if few and isinstance(pages, PackedPages) else None
 
     def add_with_mass(
         self,
         total: Total | None,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        pages: KVPages,
         scale: float,
         sample: Sample,
         mass: Tensor,
         reference: Tensor | None,
     ) -> Total:
-        if not isinstance(keys, PackedSide):
-            return super().add_with_mass(total, queries, keys, values, scale, sample, mass, reference)
-        pages, _, page_size, _ = keys.shape
-        chunks = mass.shape[2] // max(1, pages)
-        if reference is not None and pages and queries.shape[1] <= MOST_PACKED_QUERIES:
-            # Chunks that a tile does not hold as a whole are summed from parts of them.
-            parts = page_size // chunks // math.gcd(page_size // chunks, PACKED_TILE)
-            fine = mass if parts == 1 else mass.new_empty(*mass.shape[:2], mass.shape[2] * parts)
-            taken = fine, reference, sample.period, sample.step
-            found = self.operators.attend_packed(queries, keys.packed, page_size, scale, *taken)
-            if parts > 1:
-                torch.sum(fine.unflatten(2, (-1, parts)), -1, out=mass)
-            return self.combined(total, *found)
-        if reference is None and pages > 1:
+        if reference is None and len(pages) > 1 and self.wants_reference(pages):
             raise ValueError("attention mass of packed pages needs a reference: attend to one page first")
-        at = 0
-        for plain in unpacked_pages(keys):
-            part = mass[:, :, at : at + len(plain[0]) * chunks]
-            total = super().add_with_mass(total, queries, *plain, scale, sample, part, reference)
-            at += len(plain[0]) * chunks
-        return total or self.add(total, queries, keys, values, scale, None)
+        packed = self._attended_packed(queries, pages)
+        if reference is None or packed is None:
+            return super().add_with_mass(total, queries, pages, scale, sample, mass, reference)
+        # Chunks that a tile does not hold as a whole are summed from parts of them.
+        chunk = pages.tokens // mass.shape[2]
+        parts = chunk // math.gcd(chunk, PACKED_TILE)
+        fine = mass if parts == 1 else mass.new_empty(*mass.shape[:2], mass.shape[2] * parts)
+        taken = fine, reference, sample.period, sample.step
+        found = self.operators.attend_packed(queries, packed.data, packed.page_tokens, scale, *taken)
+        if parts > 1:
+            torch.sum(fine.unflatten(2, (-1, parts)), -1, out=mass)
+        return self.combined(total, *found)
 
     def _dense(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool

@@ -59,10 +59,10 @@ class MassRange:
         self.reference = reference
         self._filled = 0
 
-    def next_segment(self, keys: Tensor) -> Tensor:
-        """Returns the view for the next segment, whose keys are `[pages, kv_heads, tokens, head_dim]`."""
+    def next_segment(self, tokens: int) -> Tensor:
+        """Returns the view for the next segment, of so many tokens."""
         start = self._filled
-        self._filled += len(keys) * keys.shape[2] // self.chunk
+        self._filled += tokens // self.chunk
         return self.mass[:, :, start : self._filled]
 
 

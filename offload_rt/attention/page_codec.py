@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cpu_kv.packed import PackedShape, PackedSide, PageCodec
+from cpu_kv.packed import PackedShape, PageCodec
 from offload_rt.attention.backends import use_triton
 from offload_rt.kernels.native import Kernel, load_kernel
 
@@ -46,17 +46,25 @@ class MachineCodec(PageCodec):
         self._kernel.unpack(shape, packed, pages, heads.repeat(len(packed)), first, out.flatten(0, 2))
         return None
 
-    def take(self, side: PackedSide, page: Tensor, head: Tensor, token: Tensor, out: Tensor) -> None:
-        shape, packed = side.packed_shape, side.packed
+    def take(
+        self,
+        shape: PackedShape,
+        packed: Tensor,
+        side: int,
+        page: Tensor,
+        head: Tensor,
+        token: Tensor,
+        out: Tensor,
+    ) -> None:
         if packed.is_cuda and packed.is_contiguous() and out.is_contiguous() and use_triton() is None:
             from offload_rt.kernels import triton_pages  # Triton is not in every installation
 
             with torch.cuda.device(packed.device):
-                triton_pages.take(shape, packed, side.side, page, head, token, out)
+                triton_pages.take(shape, packed, side, page, head, token, out)
             return None
         if self._kernel is None or out.device.type != "cpu":
-            return super().take(side, page, head, token, out)
-        self._kernel.unpack(shape, packed, page, head + side.side * shape.kv_heads, token, out)
+            return super().take(shape, packed, side, page, head, token, out)
+        self._kernel.unpack(shape, packed, page, head + side * shape.kv_heads, token, out)
         return None
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cpu_kv import KVPages
 from offload_rt.attention.backends import AttentionBackend, Total, fold, unfold
 from offload_rt.attention.mass import MassRange, Sample
 from offload_rt.kernels.quantized import QuantizedLayer
@@ -65,15 +66,13 @@ class AttentionSum:
     def lse(self) -> Tensor | None:
         return None if self._total is None else self._total[1]
 
-    def attend(self, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> None:
-        """Adds attention over a segment, `[pages, kv_heads, tokens, head_dim]` or without the pages.
+    def attend(self, pages: KVPages, mask: Tensor | None = None) -> None:
+        """Adds attention over a segment.
 
         Args:
             mask: from `folded_mask`; None: every key is seen.
         """
-        if keys.dim() == 3:
-            keys, values = keys[None], values[None]
-        self._total = self._backend.add(self._total, self._queries, keys, values, self._scale, mask)
+        self._total = self._backend.add(self._total, self._queries, pages, self._scale, mask)
 
     def attend_quantized(self, layer: QuantizedLayer, count: Tensor | None = None) -> None:
         """Adds attention over the first `count` tokens of quantised keys and values; None: all of them."""
@@ -87,18 +86,18 @@ class AttentionSum:
             mass = torch.empty(shape, device=self._queries.device)
             self.mass.append(MassRange(start // self._chunk, self._chunk, mass, self.lse))
 
-    def attend_tracked(self, keys: Tensor, values: Tensor) -> None:
-        """Adds attention over the next segment of the range, `[pages, kv_heads, tokens, head_dim]`."""
+    def attend_tracked(self, pages: KVPages) -> None:
+        """Adds attention over the next segment of the range."""
         if self._chunk is None:
-            return self.attend(keys, values)
+            return self.attend(pages)
         tracked = self.mass[-1]
-        if tracked.reference is None and len(keys) > 1 and self._backend.wants_reference(keys):
+        if tracked.reference is None and len(pages) > 1 and self._backend.wants_reference(pages):
             # The first page brings a reference; the mass of the others is then taken with their attention.
-            self.attend_tracked(keys[:1], values[:1])
-            keys, values = keys[1:], values[1:]
-        mass, reference = tracked.next_segment(keys), tracked.reference
+            self.attend_tracked(pages[:1])
+            pages = pages[1:]
+        mass, reference = tracked.next_segment(pages.tokens), tracked.reference
         self._total = self._backend.add_with_mass(
-            self._total, self._queries, keys, values, self._scale, self.sample, mass, reference
+            self._total, self._queries, pages, self._scale, self.sample, mass, reference
         )
         if reference is None:
             tracked.reference = self.lse

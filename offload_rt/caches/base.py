@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from cpu_kv import KeysValues
+from cpu_kv import KVPages
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
@@ -106,13 +106,13 @@ class DerivedCache(ABC):
         return False
 
     def take_segment(  # noqa: B027
-        self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool
+        self, layer: int, start: int, runs: Sequence[KVPages], *, over_link: bool
     ) -> None:
         """Takes what it needs of consecutive tokens of a layer.
 
         Args:
             start: position of the first token.
-            runs: their keys and values in order, `[pages, kv_heads, tokens, head_dim]`.
+            runs: their pages in order.
             over_link: `runs` are in host memory, and must be sent over the link.
         """
 

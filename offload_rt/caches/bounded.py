@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cpu_kv import KVLayout
+from cpu_kv import KVLayout, PlainPages
 from offload_rt.attention.backends import AttentionBackend, folded_mask
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import DerivedCache, VerifiedTokens
@@ -120,8 +120,8 @@ class BufferAttention:
 
     def put(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Writes the pass's KV to its slots; returns the keys and values, as a page, and mask to attend."""
+    ) -> tuple[PlainPages, Tensor | None]:
+        """Writes the pass's KV to its slots; returns the page and the mask to attend."""
         if self.mask is not None and self._folded is None:
             self._folded = folded_mask(self.backend, self.mask, queries, len(keys))
         for side, new in enumerate((keys, values), 2 * layer):
@@ -129,7 +129,7 @@ class BufferAttention:
                 self._written[side].copy_(new)
             else:
                 self.buffer.memory[layer, side - 2 * layer, :, self.slots] = new
-        return self._seen[2 * layer], self._seen[2 * layer + 1], self._folded
+        return PlainPages(*self._seen[2 * layer : 2 * layer + 2]), self._folded
 
 
 def fixed_shape_attention(

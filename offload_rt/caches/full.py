@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from cpu_kv import CopyFailed, KeysValues, LayerStream, TransferEngine, head_major
-from cpu_kv.packed import PackedSide
+from cpu_kv import CopyFailed, KVPages, LayerStream, TransferEngine
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import DerivedCache, VerifiedTokens
@@ -191,7 +189,7 @@ class FullCache:
                 self._on_segment(layer, start, runs, over_link=mapped is None)
 
     def _on_segment(
-        self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False
+        self, layer: int, start: int, runs: Sequence[KVPages], *, over_link: bool = False
     ) -> None:
         for cache in self._followers:
             cache.take_segment(layer, start, runs, over_link=over_link)
@@ -294,27 +292,25 @@ class FullCache:
             resident = min(self._resident.tokens, self._tail.start)
             self._reading = self.engine.stream(self._tail.start, start=resident)
 
-    def history(self, layer: int) -> Iterator[KeysValues]:
-        """Yields the tokens of a layer before those that a prefill reads, `[kv_heads, tokens, head_dim]`.
+    def history(self, layer: int) -> Iterator[KVPages]:
+        """Yields the tokens of a layer before those that a prefill reads.
 
-        On a CPU, and where they are packed, in pages.
+        Each segment is valid until the next one.
         """
         if self._reading is None:
             yield from self.sequence.views(layer, 0, self.verified_length)
             return
-        # As one page on a GPU: otherwise every page would have a result for every query.
-        resident = self._resident.segments(layer, 0, self._reading.start)
-        for keys, values in chain(resident, self._reading.segments(layer), [self._tail.committed(layer)]):
-            packed = isinstance(keys, PackedSide)
-            yield (keys, values) if packed else (head_major(keys), head_major(values))
+        yield from self._resident.segments(layer, 0, self._reading.start)
+        yield from self._reading.segments(layer)
+        yield self._tail.committed(layer)
 
     def put_read(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Writes the tokens that a prefill reads behind others, `[kv_heads, tokens, head_dim]`."""
         if self.engine.link.in_place:
             self.sequence.append(layer, keys, values)
             return
-        tail = self._tail.committed(layer)
-        both = (torch.cat([old[0], new], dim=1) for old, new in zip(tail, (keys, values), strict=True))
+        tail = self._tail.committed(layer).head_major()
+        both = (torch.cat(pair, dim=1) for pair in zip(tail, (keys, values), strict=True))
         self.engine.write_prompt(layer, *both)
 
     def finish_read(self, tokens: int, last_queries: Sequence[Tensor]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpu_kv import PlainPages
 from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, folded_mask
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.local_history import LocalHistory, LocalLayers, RecurrentState, Window, copied
@@ -152,8 +153,8 @@ class LocalState:
         unseen = past.shape[2] + min(depths) - window  # the oldest tokens that no query sees any more
         past = past[:, :, max(0, unseen) :]
         if past.shape[2]:
-            total.attend(past[0], past[1], self._mask(queries, len(keys), window, past.shape[2]))
-        total.attend(kv[0], kv[1], self._mask(queries, len(keys), window, 0))
+            total.attend(PlainPages.one(*past), self._mask(queries, len(keys), window, past.shape[2]))
+        total.attend(PlainPages.one(*kv), self._mask(queries, len(keys), window, 0))
         return total.result(softmax.sinks)
 
     def _mask(self, queries: Tensor, kv_heads: int, window: int, past: int) -> Tensor | None:
@@ -211,12 +212,12 @@ class LocalState:
             total = AttentionSum(self._backend, part, len(keys), softmax.scale)
             total.add(*self._backend.causal(part, own[0], own[1], softmax.scale))
             if whole < at:
-                total.attend(*every[:, :, whole:at])
+                total.attend(PlainPages.one(*every[:, :, whole:at]))
             if first < whole:
                 oldest = torch.arange(rows, device=self.layers.device) + (at - window + 1 - first)
                 mask = _from_column(oldest, whole - first, queries)
-                keys_seen, values_seen = every[:, :, first:whole]
-                total.attend(keys_seen, values_seen, folded_mask(self._backend, mask, part, len(keys)))
+                seen = PlainPages.one(*every[:, :, first:whole])
+                total.attend(seen, folded_mask(self._backend, mask, part, len(keys)))
             outs.append(total.result(softmax.sinks))
         return torch.cat(outs, dim=1)
 

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass
-from math import gcd
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cpu_kv import KeysValues, PendingCopy, TransferEngine, part_of
+from cpu_kv import KVPages, PendingCopy, TransferEngine
 from cpu_kv.mapped import computed_copy
-from cpu_kv.packed import PackedSide
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.caches.selection import NO_MORE
 from offload_rt.caches.sizes import PENDING_BYTES, PORTION_BYTES
@@ -73,50 +72,6 @@ class EntryLayout:
     def entries(self) -> int:
         """Number of the other entries."""
         return self.chosen_end - self.quantized + self.length - self.recent_start
-
-
-class ChunkRows:
-    """A view of KV `[pages, heads, tokens, dim]` as rows, each a part of a chunk.
-
-    Picking whole rows is faster than indexing by page, head and chunk, which picks single elements.
-    """
-
-    def __init__(self, part: Tensor, chunk: int) -> None:
-        pages, heads, tokens, dim = part.shape
-        self._chunk = chunk
-        self._page, self._head = (stride // dim for stride in part.stride()[:2])  # in tokens
-        self._tokens = gcd(chunk, self._page, self._head)  # per row
-        end = (pages - 1) * self._page + (heads - 1) * self._head + tokens
-        width = self._tokens * dim
-        self.memory = part.as_strided((end // self._tokens, width), (width, 1))
-
-    def of(self, page: Tensor, head: Tensor, at: Tensor) -> Tensor:
-        """Returns the row numbers of chunks, given their page, head, and place within the page."""
-        first = (page * self._page + head * self._head + at * self._chunk) // self._tokens
-        each = torch.arange(self._chunk // self._tokens, device=first.device)
-        return (first[:, None] + each).flatten()
-
-
-def _picking(
-    keys: Tensor, values: Tensor, chunk: int, page: Tensor, head: Tensor, at: Tensor
-) -> Callable[[Tensor], None]:
-    """Returns what writes chunks, each of a page, a head and a place there, to `[2, chunks, chunk, dim]`."""
-    if isinstance(keys, PackedSide) and isinstance(values, PackedSide):
-        packed = keys, values
-
-        def unpack(there: Tensor) -> None:
-            for side, out in zip(packed, there, strict=True):
-                side.codec.take(side, page, head, at * chunk, out)
-
-        return unpack
-    sides = [ChunkRows(part, chunk) for part in (keys, values)]
-    rows = sides[0].of(page, head, at)
-
-    def pick(there: Tensor) -> None:
-        for side, out in zip(sides, there, strict=True):
-            torch.index_select(side.memory, 0, rows, out=out.view(len(rows), -1))
-
-    return pick
 
 
 class RetrievalRefresh:
@@ -229,20 +184,20 @@ class RetrievalRefresh:
                 self.take(layer, 0, runs, over_link=mapped is None and not link.in_place)
             self.finish()
 
-    def take(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool = False) -> None:
+    def take(self, layer: int, start: int, runs: Sequence[KVPages], *, over_link: bool = False) -> None:
         """Takes the chosen entries among consecutive tokens of a layer; no chunk may cross a page.
 
         Args:
             start: position of the first token.
-            runs: `[pages, kv_heads, tokens, head_dim]`, on the device or where its kernels can read them.
+            runs: on the device or where its kernels can read them.
             over_link: `runs` are in host memory that kernels cannot read: entries must be sent.
         """
         if layer != self._layer:
             self._start_layer(layer)
-        for keys, values in runs:
-            self._take_chunks(layer, start, keys, values, over_link)
-            self._take_recent(layer, start, keys, values, over_link)
-            start += len(keys) * keys.shape[2]
+        for pages in runs:
+            self._take_chunks(layer, start, pages, over_link)
+            self._take_recent(layer, start, pages, over_link)
+            start += pages.tokens
 
     def _start_layer(self, layer: int) -> None:
         # At most two layers are on their way: the pass waits for neither, and they take little memory.
@@ -255,45 +210,45 @@ class RetrievalRefresh:
             on_device = self._on_host.to(self.buffer.memory.device, non_blocking=True)
         self._on_device = on_device
 
-    def _take_chunks(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
-        chunk, (pages, _, tokens, dim) = self._chunk, keys.shape
-        first, per_page = start // chunk, tokens // chunk
+    def _take_chunks(self, layer: int, start: int, pages: KVPages, over_link: bool) -> None:
+        layout, first = self._engine.sequence.layout, start // self._chunk
         low = bisect_left(self._numbers, first)
-        high = bisect_left(self._numbers, first + pages * per_page)
-        most = max(1, PORTION_BYTES // (2 * chunk * dim * keys.itemsize))
+        high = bisect_left(self._numbers, first + pages.tokens // self._chunk)
+        # A chunk of one head.
+        size = self._chunk * layout.layer_token_bytes // layout.kv_heads
+        most = max(1, PORTION_BYTES // size)
         for at in range(low, high, most):
-            self._take_portion(layer, first, keys, values, slice(at, min(at + most, high)), over_link)
+            self._take_portion(layer, first, pages, slice(at, min(at + most, high)), over_link)
 
-    def _take_portion(
-        self, layer: int, first: int, keys: Tensor, values: Tensor, which: slice, over_link: bool
-    ) -> None:
-        """Takes some of the chosen chunks of a layer, from KV whose first chunk is `first`."""
-        chunk, (_, _, tokens, dim) = self._chunk, keys.shape
-        per_page, count = tokens // chunk, which.stop - which.start
+    def _take_portion(self, layer: int, first: int, pages: KVPages, which: slice, over_link: bool) -> None:
+        """Takes some of the chosen chunks of a layer, from pages whose first chunk is `first`."""
+        chunk, per_page = self._chunk, pages.page_tokens // self._chunk
         # KV in host memory is picked by the host's copy of the choice, without asking the device.
         numbers, heads, _ = (self._on_host if over_link else self._on_device)[:, which]
-        page, at = (numbers - first) // per_page, (numbers - first) % per_page
-        pick = _picking(keys, values, chunk, page, heads, at)
+        page, number = (numbers - first) // per_page, (numbers - first) % per_page
+        count = which.stop - which.start
         self._missing -= count * chunk
         _, *places = self._on_device[:, which]  # heads and slots
-        self._transfer((2, count, chunk, dim), pick, layer, tuple(places), over_link)
+        shape = 2, count, chunk, self._engine.sequence.layout.head_dim
+        take = partial(pages.take_chunks, chunk, page, heads, number)
+        self._transfer(shape, take, layer, tuple(places), over_link)
 
-    def _take_recent(self, layer: int, start: int, keys: Tensor, values: Tensor, over_link: bool) -> None:
+    def _take_recent(self, layer: int, start: int, pages: KVPages, over_link: bool) -> None:
         layout = self.layout
         first = max(start, layout.recent_start)
-        last = min(start + len(keys) * keys.shape[2], layout.length)
+        last = min(start + pages.tokens, layout.length)
         if first >= last:
             return
         offset = layout.chosen_end - layout.quantized - layout.recent_start  # from positions to entries
-        parts = [part_of(part, first - start, last - start) for part in (keys, values)]
-        self._missing -= (last - first) * keys.shape[1]
+        sides = pages.head_major(first - start, last - start)
+        self._missing -= (last - first) * pages.kv_heads
         places = slice(first + offset, last + offset)
-        shape = (2, *parts[0].shape)
+        shape = (2, *sides[0].shape)
 
         def copy(into: Tensor) -> None:
-            for part, out in zip(parts, into, strict=True):
-                # By a kernel, as `part` may be host memory that the device reads directly.
-                out.copy_(part) if over_link or not part.is_cuda else computed_copy(part, out=out)
+            for side, out in zip(sides, into, strict=True):
+                # By a kernel, as `side` may be host memory that the device reads directly.
+                out.copy_(side) if over_link or not side.is_cuda else computed_copy(side, out=out)
 
         self._transfer(shape, copy, layer, places, over_link)
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from cpu_kv import KeysValues, LayerStream, TransferEngine
+from cpu_kv import KVPages, LayerStream, TransferEngine
 from cpu_kv.mapped import MappedBuffer, PeerCopies, computed_copy, joined_bytes, split_bytes
 from cpu_kv.streams import device_streams
 from offload_rt.attention.backends import choose_backend, cpu_share_backend, unfold
@@ -47,7 +47,7 @@ class RemoteAttention(Tier):
 
     @abstractmethod
     def start(
-        self, layer: int, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None = None
+        self, layer: int, queries: Tensor, runs: Sequence[KVPages], scale: float, chunk: int | None = None
     ) -> Future[Results]: ...
 
     @abstractmethod
@@ -74,11 +74,11 @@ class RemoteAttention(Tier):
         self._thread.shutdown(wait=True)
 
 
-def attend_runs(total: AttentionSum, heads: int, runs: Iterable[KeysValues], tokens: int) -> Results:
+def attend_runs(total: AttentionSum, heads: int, runs: Iterable[KVPages], tokens: int) -> Results:
     """Attends `runs` of `tokens` tokens in all, each one before the next is asked for."""
     total.track_mass(0, tokens)
-    for keys, values in runs:
-        total.attend_tracked(keys, values)
+    for pages in runs:
+        total.attend_tracked(pages)
     assert total.lse is not None
     results = [total.result(), unfold(total.lse, heads)]
     return [*results, summed_mass(total.mass, total.lse, total.sample)] if total.mass else results
@@ -105,7 +105,7 @@ class CpuAttention(RemoteAttention):
         self._result_buffers: deque[MappedBuffer | None] = deque((None, None))
 
     def start(
-        self, layer: int, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None = None
+        self, layer: int, queries: Tensor, runs: Sequence[KVPages], scale: float, chunk: int | None = None
     ) -> Future[Results]:
         if not queries.is_cuda:
             return self._thread.submit(self._attend, queries, runs, scale, chunk)
@@ -128,7 +128,7 @@ class CpuAttention(RemoteAttention):
         self,
         arrived: torch.cuda.Event,
         queries: Tensor,
-        runs: Sequence[KeysValues],
+        runs: Sequence[KVPages],
         scale: float,
         chunk: int | None,
     ) -> Results:
@@ -142,11 +142,9 @@ class CpuAttention(RemoteAttention):
         return split_bytes(buffer.device, [(result.shape, result.dtype) for result in results])
 
     @torch.inference_mode()
-    def _attend(
-        self, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None
-    ) -> Results:
-        total = AttentionSum(self._backend, queries, runs[0][0].shape[1], scale, chunk)
-        tokens = sum(len(keys) * keys.shape[2] for keys, _ in runs)
+    def _attend(self, queries: Tensor, runs: Sequence[KVPages], scale: float, chunk: int | None) -> Results:
+        total = AttentionSum(self._backend, queries, runs[0].kv_heads, scale, chunk)
+        tokens = sum(pages.tokens for pages in runs)
         with self._timeline.span("cpu", "attention"):
             return attend_runs(total, len(queries), runs, tokens)
 
@@ -195,7 +193,7 @@ class GpuAttention(RemoteAttention):
         self._passes.append((start, start + resident, stream))
 
     def start(
-        self, layer: int, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None = None
+        self, layer: int, queries: Tensor, runs: Sequence[KVPages], scale: float, chunk: int | None = None
     ) -> Future[Results]:
         if self._stream is not None:
             queries = self._queries.copy(queries, torch.cuda.current_stream(self._home), self._stream)

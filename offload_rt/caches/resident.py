@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cpu_kv import KeysValues, TransferEngine
+from cpu_kv import KVPages, TransferEngine
 from offload_rt.caches.tiers import DeviceTier
 
 
@@ -128,7 +128,7 @@ class ResidentTier(DeviceTier):
         if not self.tokens:
             self._memory = self._memory.new_empty(len(self._memory), 0)
 
-    def segments(self, layer: int, start: int, stop: int) -> Iterator[KeysValues]:
+    def segments(self, layer: int, start: int, stop: int) -> Iterator[KVPages]:
         for run in _cut(self._runs[layer], stop):
             yield self._engine.resident_pages(self._memory_of(layer, run), packed=run.packed)
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cpu_kv import ChunkMeans, KeysValues
+from cpu_kv import ChunkMeans, KVPages
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache
@@ -339,7 +339,7 @@ class RetrievedCache(BoundedCache):
                 self._running = self._start_refresh(self.verified_length, queries, self._spare)
         return self._running is not None
 
-    def take_segment(self, layer: int, start: int, runs: Sequence[KeysValues], *, over_link: bool) -> None:
+    def take_segment(self, layer: int, start: int, runs: Sequence[KVPages], *, over_link: bool) -> None:
         if self._running is not None:
             with self._spared_from_lack_of_memory():
                 self._running.take(layer, start, runs, over_link=over_link)

@@ -129,7 +129,7 @@ class AttentionScores(Selection):
             total = AttentionSum(backend, newest[layer], self._layout.kv_heads, scale, self.mass_chunk)
             total.track_mass(0, end)
             for segment in sequence.views(layer, 0, end):
-                total.attend_tracked(*segment)
+                total.attend_tracked(segment)
             scores = torch.zeros(self.values.shape[1], end // self.mass_chunk)
             total.add_mass_to(scores, 1.0)
             self.values[layer, :, : end // self.mass_chunk] = scores.to(self.values.device)

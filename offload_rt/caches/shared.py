@@ -59,8 +59,8 @@ class SharedCache(BoundedCache):
         started = None if self._cpu is None else self._cpu.start(layer, queries, runs, softmax.scale)
         total.attend(*self.attention.put(layer, queries, keys, values))
         if self._cpu is None or started is None:
-            for run in runs:
-                total.attend(*run)
+            for pages in runs:
+                total.attend(pages)
         else:
             total.add(*self._cpu.finish(started))
         return total.result(softmax.sinks)

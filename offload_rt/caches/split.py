@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpu_kv import ChunkMeans, KeysValues, KVLayout, SequenceKV, TransferEngine
+from cpu_kv import ChunkMeans, KVLayout, KVPages, SequenceKV, TransferEngine
 from offload_rt.attention.backends import AttentionBackend, choose_backend
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import DerivedCache, VerifiedTokens
@@ -217,10 +217,10 @@ class _SequenceLayers:
     def _means(self, means: ChunkMeans | None) -> _MeansOfLayers | None:
         return None if means is None else _MeansOfLayers(means, self._layers)
 
-    def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KeysValues]:
+    def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KVPages]:
         return self._sequence.views(self._layers[layer], start, end)
 
-    def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KeysValues] | None:
+    def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KVPages] | None:
         return self._sequence.device_views(self._layers[layer], start, end, device)
 
 

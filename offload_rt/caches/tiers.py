@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpu_kv import KeysValues, KVLayout, LayerStream, TransferEngine
+from cpu_kv import KVLayout, KVPages, LayerStream, PlainPages, TransferEngine
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.bounded import BufferAttention
@@ -27,8 +27,8 @@ from offload_rt.system.device_copies import to_device
 Results = list[Tensor]
 """Output `[heads, n, head_dim]`, log-sum-exp `[heads, n]`, and if asked mass `[kv_heads, 1, chunks]`."""
 
-OnSegment = Callable[[int, int, Sequence[KeysValues]], object]
-"""Called with a layer, the position of a segment, and its keys and values in pieces."""
+OnSegment = Callable[[int, int, Sequence[KVPages]], object]
+"""Called with a layer, the position of a segment, and its pages."""
 
 
 class Tier(ABC):
@@ -58,7 +58,7 @@ class Tier(ABC):
         """Announces that a pass will attend these tokens, whole pages. Passes run in this order."""
 
     def start(
-        self, layer: int, queries: Tensor, runs: Sequence[KeysValues], scale: float, chunk: int | None = None
+        self, layer: int, queries: Tensor, runs: Sequence[KVPages], scale: float, chunk: int | None = None
     ) -> Future[Results] | None:
         """Starts attention over the range, if it runs elsewhere.
 
@@ -105,8 +105,8 @@ class DeviceTier(Tier):
     """A tier whose segments are attended on the device, in order."""
 
     @abstractmethod
-    def segments(self, layer: int, start: int, stop: int) -> Iterator[KeysValues]:
-        """Yields keys and values `[pages, kv_heads, page_size, head_dim]`; each is valid until the next."""
+    def segments(self, layer: int, start: int, stop: int) -> Iterator[KVPages]:
+        """Yields the segments of the tokens `start` .. `stop`; each is valid until the next."""
 
     def add_to(
         self,
@@ -119,10 +119,10 @@ class DeviceTier(Tier):
     ) -> None:
         total.track_mass(start, stop)
         at = start
-        for keys, values in self.segments(layer, start, stop):
-            total.attend_tracked(keys, values)
-            on_segment(layer, at, [(keys, values)])
-            at += len(keys) * keys.shape[2]
+        for pages in self.segments(layer, start, stop):
+            total.attend_tracked(pages)
+            on_segment(layer, at, [pages])
+            at += pages.tokens
 
 
 class StreamedTier(DeviceTier):
@@ -135,7 +135,7 @@ class StreamedTier(DeviceTier):
     def open(self, start: int, stop: int) -> None:
         self._passes.append(self._engine.stream(stop, start=start))
 
-    def segments(self, layer: int, start: int, stop: int) -> Iterator[KeysValues]:
+    def segments(self, layer: int, start: int, stop: int) -> Iterator[KVPages]:
         yield from self._passes[0].segments(layer)
         if layer == self._engine.sequence.layout.layers - 1:
             self._passes.popleft()
@@ -178,10 +178,9 @@ class Tail:
         self.buffer = self.buffer.with_capacity(self.tokens + new.count)
         return BufferAttention.behind(self.buffer, backend, new, self.tokens)
 
-    def committed(self, layer: int) -> KeysValues:
+    def committed(self, layer: int) -> PlainPages:
         """Returns a view of the committed tokens of a layer, as one page."""
-        pages = self.buffer.kv[layer, :, None, :, : self.tokens]
-        return pages[0], pages[1]
+        return PlainPages.one(*self.buffer.kv[layer, :, :, : self.tokens])
 
     def restart(self, start: int, kv: Tensor) -> None:
         """Moves to position `start`, with the committed tokens `[layers, 2, kv_heads, n, head_dim]`."""

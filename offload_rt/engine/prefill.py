@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from cpu_kv import PlainPages
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.selection import LAST_QUERIES
@@ -143,7 +144,7 @@ class AppendedAttention:
         total = AttentionSum(cache.backend, queries, len(keys), softmax.scale)
         total.add(*cache.backend.causal(queries, keys, values, softmax.scale))
         for segment in cache.history(layer):
-            total.attend(*segment)
+            total.attend(segment)
         cache.put_read(layer, keys, values)
         return total.result(softmax.sinks)
 
@@ -192,7 +193,7 @@ class PromptAttention:
         if self._whole is not None:
             self._whole[0][:, start : self._done] = keys
             self._whole[1][:, start : self._done] = values
-            history = [(self._whole[0][:, :start], self._whole[1][:, :start])] if start else []
+            history = PlainPages.one(*self._whole).span(0, start)
             self._write(layer, *self._whole)
         else:
             history = cache.sequence.views(layer, 0, start)
@@ -202,7 +203,7 @@ class PromptAttention:
         total = AttentionSum(cache.backend, queries, len(keys), softmax.scale)
         total.add(*cache.backend.causal(queries, keys, values, softmax.scale))
         for segment in history:
-            total.attend(*segment)
+            total.attend(segment)
         return total.result(softmax.sinks)
 
     def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpu_kv import KVLayout, SequenceKV, head_major
+from cpu_kv import KVLayout, PlainPages, SequenceKV
 from offload_rt.caches.local_history import (
     LocalHistory,
     RecurrentState,
@@ -156,8 +156,8 @@ def _tail(kv: SequenceKV, start: int) -> Tensor:
     layout, count = kv.layout, kv.length - start
     tail = torch.empty(layout.layers, 2, layout.kv_heads, count, layout.head_dim, dtype=layout.dtype)
     for layer, kept in enumerate(tail if count else ()):
-        ((keys, values),) = kv.views(layer, start, kv.length)
-        kept[0], kept[1] = head_major(keys), head_major(values)
+        (pages,) = kv.views(layer, start, kv.length)
+        pages.copy_to(*kept)
     return tail
 
 
@@ -305,5 +305,5 @@ def _unpacked(
 def _append(kv: SequenceKV, layer: int, pages: Tensor, most: int) -> None:
     """Appends pages of another size to a layer, up to a length of `most` tokens."""
     left = most - kv.layer_length(layer)
-    keys, values = (head_major(pages[:, side])[:, :left] for side in range(2))
-    kv.append(layer, keys, values)
+    read = PlainPages.of(pages)
+    kv.append(layer, *read.head_major(0, min(left, read.tokens)))

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from cpu_kv.packed import PackedShape, PackedSide
+from cpu_kv import KVPages, PackedPages
+from cpu_kv.packed import PackedShape
 from offload_rt.kernels.building import StillBuilding, build, intact
 from offload_rt.system.memory import cache_folder
 
@@ -71,9 +72,9 @@ class _PackedPages(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, side: PackedSide) -> Self:
-        shape = side.packed_shape
-        return cls(side.packed.data_ptr(), shape.page_size, side.side, _PackedShape.of(shape))
+    def of(cls, pages: PackedPages, side: int) -> Self:
+        shape = pages.shape
+        return cls(pages.data.data_ptr(), shape.page_size, side, _PackedShape.of(shape))
 
 
 class _Quantized(ctypes.Structure):
@@ -183,24 +184,23 @@ class Kernel:
         """Returns the result of a function of the library without arguments."""
         return int(getattr(self._library, f"offload_rt_{name}")())
 
-    def supports(self, queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    def supports(self, queries: Tensor, pages: KVPages) -> bool:
         """Returns whether it supports the tensors: float32 or bfloat16, head_dim a multiple of `lanes`."""
+        rows = [queries] if isinstance(pages, PackedPages) else [queries, pages.side(0), pages.side(1)]
         return (
             queries.dtype in self._entry
-            and isinstance(keys, PackedSide) == isinstance(values, PackedSide)
             and queries.shape[-1] % self.lanes == 0
-            and queries.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
+            and all(one.stride(-1) == 1 for one in rows)
         )
 
-    def supports_mass(self, keys: Tensor, chunk: int) -> bool:
+    def supports_mass(self, pages: KVPages, chunk: int) -> bool:
         """Returns whether it takes mass of such chunks: a power of two, at most 128, within a page."""
-        return chunk & (chunk - 1) == 0 and chunk <= 128 and keys.shape[2] % chunk == 0
+        return chunk & (chunk - 1) == 0 and chunk <= 128 and pages.page_tokens % chunk == 0
 
     def attend(
         self,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        pages: KVPages,
         scale: float,
         mask: Tensor | None,
         threads: int | None = None,
@@ -217,8 +217,8 @@ class Kernel:
 
         Args:
             queries: `[heads, query, dim]`.
-            keys, values: `[pages, heads, tokens, dim]`, both plain or both packed.
-            mask: additive, `[query, pages * tokens]`; None: every key is seen.
+            pages: of as many heads.
+            mask: additive, `[query, tokens]`; None: every key is seen.
             threads: size of the team (default: torch's number for the calling thread).
             before: the result over other tokens, to which this is added.
             mass: output, `[heads, sampled_query, chunks]` float32: see `operators.chunk_mass_`. Only for
@@ -231,14 +231,13 @@ class Kernel:
         """
         masses = mass, reference, period, step
         sides: tuple[ctypes.Structure, ctypes.Structure]
-        if isinstance(keys, PackedSide) and isinstance(values, PackedSide):
-            sides = _PackedPages.of(keys), _PackedPages.of(values)
+        if isinstance(pages, PackedPages):
+            sides = _PackedPages.of(pages, 0), _PackedPages.of(pages, 1)
             entry, call = self._attend_packed, _PackedCall
         else:
-            sides = _Pages.of(keys), _Pages.of(values)
+            sides = _Pages.of(pages.side(0)), _Pages.of(pages.side(1))
             entry, call = self._entry[queries.dtype], _Call
-        tokens = keys.shape[0] * keys.shape[2]
-        return self._attend(entry, call, sides, tokens, queries, scale, mask, threads, before, *masses)
+        return self._attend(entry, call, sides, pages.tokens, queries, scale, mask, threads, before, *masses)
 
     def _attend(
         self,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cpu_kv import SlabAllocator
+from cpu_kv import PlainPages, SlabAllocator
 from offload_rt.attention.backends import choose_backend, cpu_share_backend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.new_tokens import NewTokens
@@ -172,7 +172,7 @@ class CpuAttention:
         asked = torch.ones(_KV_HEADS, queries, _HEAD_DIM, dtype=torch.bfloat16)
         total = AttentionSum(self._backend, asked, _KV_HEADS, _HEAD_DIM**-0.5, _CHUNK)
         total.track_mass(0, len(self._pages) * _PAGE)
-        total.attend_tracked(self._pages[:, 0], self._pages[:, 1])
+        total.attend_tracked(PlainPages.of(self._pages))
 
     def rates(self) -> tuple[AttentionRate, ...]:
         """Returns rates at rising numbers of queries, measured in turns: a disturbance hits them all."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
+from cpu_kv import PlainPages
 from offload_rt.attention.backends import choose_backend
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.local import LocalState
@@ -51,7 +52,7 @@ class Probe:
         total.add(*self._backend.causal(queries, keys, values, softmax.scale))
         kv = torch.stack([keys, values])
         if layer in self._kv:
-            total.attend(*self._kv[layer])
+            total.attend(PlainPages.one(*self._kv[layer]))
             kv = torch.cat([self._kv[layer], kv], dim=2)
         self._kv[layer] = kv
         return total.result(softmax.sinks)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpu_kv import head_major
+from cpu_kv import PlainPages, head_major
 from offload_rt.attention.backends import (
     AttentionBackend,
     FlashAttnBackend,
@@ -160,13 +160,14 @@ def test_a_segment_without_keys_adds_nothing(
     backend = ready(made)
     q, k, v = random_parts(4, 2, queries, 24, dtype, device, seed=5)
     q, k, v = fold(q, 2), k[None], v[None]
-    whole = backend.add(None, q, k, v, SCALE, None)
+    pages = PlainPages(k, v)
+    whole = backend.add(None, q, pages, SCALE)
     for mask in (None, backend.mask(q.new_zeros(q.shape[1], 0), dtype)):
-        for empty in ((k[:, :, :0], v[:, :, :0]), (k[:0], v[:0])):  # no tokens; no pages
-            nothing = *empty, SCALE, mask
+        for empty in (pages.cut(0, 0), pages[:0]):  # no tokens; no pages
+            nothing = empty, SCALE, mask
             out, lse = backend.add(None, q, *nothing)
             assert not out.any() and bool(torch.isneginf(lse).all())
-            for total in (backend.add(whole, q, *nothing), backend.add((out, lse), q, k, v, SCALE, None)):
+            for total in (backend.add(whole, q, *nothing), backend.add((out, lse), q, pages, SCALE)):
                 torch.testing.assert_close(total, whole, rtol=1e-6, atol=1e-6)
 
 
@@ -265,7 +266,7 @@ def test_weights_of_some_queries_summed_over_units(
     middle = pages // 2
     for part in (slice(middle), slice(middle, pages)):  # of segments that have to be brought to one reference
         if len(k[part]):
-            total.attend_tracked(k[part], v[part])
+            total.attend_tracked(PlainPages(k[part], v[part]))
     assert_close((total.result(), unfold(total.lse, heads)), q, head_major(k), head_major(v))
     (mass,) = total.mass
     units = mass.mass * (total.sample.rows(mass.reference) - total.sample.rows(total.lse)).exp()[..., None]
@@ -282,7 +283,7 @@ def test_weights_of_large_scores_in_float16() -> None:
     q, k = torch.full((2, 1, 128), 30.0).half(), torch.full((2, 2, 16, 128), 30.0).half()
     total = AttentionSum(TorchCpuBackend(), q, 2, 128**-0.5, 8)
     total.track_mass(0, 32)
-    total.attend_tracked(k, k)
+    total.attend_tracked(PlainPages(k, k))
     units = total.mass[0].mass
     assert bool(units.isfinite().all()) and len(set(units.flatten().tolist())) == 1
 

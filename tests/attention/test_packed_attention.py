@@ -7,7 +7,8 @@ import torch
 from support.small_engine import CUDA
 from torch import Tensor
 
-from cpu_kv.packed import PackedShape, PackedSide, PageCodec
+from cpu_kv import KVPages, PackedPages, PlainPages
+from cpu_kv.packed import PackedShape, PageCodec
 from offload_rt.attention.backends import TorchCudaBackend
 from offload_rt.attention.sums import AttentionSum
 
@@ -27,14 +28,13 @@ class CountingCodec(PageCodec):
         super().decode(shape, packed, out, first_side)
 
 
-def attended(queries: Tensor, pairs: list[tuple[Tensor, Tensor]], chunk: int, first: int) -> list[Tensor]:
+def attended(queries: Tensor, pages: KVPages, chunk: int, first: int) -> list[Tensor]:
     """The result, and scores of chunks: `first` pages, and the others behind them in the same range."""
     total = AttentionSum(TorchCudaBackend(), queries, SHAPE.kv_heads, 0.3, chunk)
     total.track_mass(0, PAGES * SHAPE.page_size)
-    for keys, values in pairs:
-        for some in (slice(0, first), slice(first, PAGES)):
-            if len(keys[some]):
-                total.attend_tracked(keys[some], values[some])
+    for some in (slice(0, first), slice(first, PAGES)):
+        if len(pages[some]):
+            total.attend_tracked(pages[some])
     scores = torch.zeros(SHAPE.kv_heads, PAGES * SHAPE.page_size // chunk, device=CUDA)
     total.add_mass_to(scores, 0.0)
     return [total.result(), scores]
@@ -51,10 +51,9 @@ def test_packed_pages_are_attended_as_plain_ones(chunk: int, count: int, unpacke
     packed = PageCodec().encode(SHAPE, pages).to(CUDA)
     buffer = torch.empty(2, 2, 2, 64, 16, dtype=torch.bfloat16, device=CUDA)
     pages = pages.to(CUDA)
-    expected = attended(queries, [(pages[:, 0], pages[:, 1])], chunk, first)
+    expected = attended(queries, PlainPages.of(pages), chunk, first)
     CountingCodec.unpacked = 0
-    pair = PackedSide.pair(packed, SHAPE, CountingCodec(), buffer)
-    found = attended(queries, [pair], chunk, first)
+    found = attended(queries, PackedPages(packed, SHAPE, CountingCodec(), buffer), chunk, first)
     assert CountingCodec.unpacked == unpacked
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)

@@ -43,11 +43,11 @@ from support.plain_caches import (
 )
 from torch import Tensor
 
-from cpu_kv import CpuLink, KVLayout
+from cpu_kv import CpuLink, KVLayout, PlainPages
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.caches.buffers import BufferPool
 from offload_rt.caches.full import FullCache
-from offload_rt.caches.refresh import ChosenChunks, ChunkRows, EntryLayout, RetrievalRefresh
+from offload_rt.caches.refresh import ChosenChunks, EntryLayout, RetrievalRefresh
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import MeanKeyScores
 from offload_rt.caches.shared import SharedCache
@@ -362,13 +362,17 @@ def test_a_refresh_that_is_given_up_chooses_for_no_further_layer() -> None:
 @pytest.mark.parametrize(("chunk", "between", "heads_apart"), [(4, 24, 8), (4, 22, 10), (6, 20, 9)])
 def test_chunks_are_picked_by_rows(chunk: int, between: int, heads_apart: int) -> None:
     """Of pages, and where a chunk is no whole number of the tokens between two heads or two pages."""
-    part = torch.randn(600)[5:].as_strided((3, 2, 8, 2), (between * 2, heads_apart * 2, 2, 1))
-    assert part.unique().numel() == part.numel()
+    sides = [
+        memory[5:].as_strided((3, 2, 8, 2), (between * 2, heads_apart * 2, 2, 1))
+        for memory in torch.randn(2, 600)
+    ]
+    assert all(side.unique().numel() == side.numel() for side in sides)
     page, head, at = torch.tensor([[0, 2, 1, 2], [1, 0, 1, 1], [0, 0, 0, 8 // chunk - 1]])
-    rows = ChunkRows(part, chunk)
-    picked = rows.memory.index_select(0, rows.of(page, head, at)).view(4, chunk, 2)
-    for one, *place, first in zip(picked, page, head, at * chunk, strict=True):
-        assert torch.equal(one, part[tuple(place)][first : first + chunk])
+    picked = torch.empty(2, 4, chunk, 2)
+    PlainPages(*sides).take_chunks(chunk, page, head, at, picked)
+    for side, found in zip(sides, picked, strict=True):
+        for one, *place, first in zip(found, page, head, at * chunk, strict=True):
+            assert torch.equal(one, side[tuple(place)][first : first + chunk])
 
 
 @pytest.mark.gpu

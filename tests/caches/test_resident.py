@@ -10,7 +10,7 @@ import torch
 from support.small_engine import DEVICES, link_to
 from torch import Tensor
 
-from cpu_kv import KVLayout, PagedKVStore, TransferEngine, head_major
+from cpu_kv import KVLayout, PagedKVStore, TransferEngine
 from offload_rt.caches.resident import ResidentTier
 
 PAGE, LAYERS = 16, 2
@@ -83,7 +83,7 @@ def check(tier: ResidentTier, kv: Tensor) -> None:
     """All that it has, and less: up to any page."""
     for layer in range(LAYERS):
         for stop in range(tier.first, tier.first + tier.tokens + 1, PAGE):
-            pairs = tier.segments(layer, tier.first, stop)
-            found = [torch.stack([head_major(side) for side in pair]).cpu() for pair in pairs]
+            segments = tier.segments(layer, tier.first, stop)
+            found = [torch.stack(pages.head_major()).cpu() for pages in segments]
             whole = torch.cat([kv[layer, :, :, :0], *found], dim=2)
             assert torch.equal(whole, kv[layer, :, :, tier.first : stop])

@@ -98,8 +98,8 @@ def test_the_link_never_idles_while_the_ring_has_room(host_away_ms: float) -> No
                 stream = engine.stream(tokens)
                 for layer in range(layout.layers):
                     GPUS.now += host_away_ms / 1e3
-                    for keys, values in stream.segments(layer):
-                        (keys + values).sum()
+                    for pages in stream.segments(layer):
+                        (pages.side(0) + pages.side(1)).sum()
             engine.close()
         finally:
             GPUS.bytes_per_second = 25e9

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpu_kv.packed import PackedShape, PackedSide, PageCodec
+from cpu_kv import PackedPages, PlainPages
+from cpu_kv.packed import PackedShape, PageCodec
+from cpu_kv.views import cut_alike
 from offload_rt.attention.page_codec import MachineCodec
 from offload_rt.kernels.native import load_kernel
 
@@ -70,8 +72,10 @@ def test_every_value_comes_back(shape: PackedShape, pages: int, kind: str, speci
         out = torch.empty_like(values)
         codec.decode(shape, packed, out)
         assert same(out[fits], values[fits])
-        for side, plain in enumerate(PackedSide.pair(packed, shape, codec)):
-            assert same(plain[fits], values[fits][:, side])
+        pages, plain = PackedPages(packed, shape, codec), PackedPages(packed, shape, codec).plain()
+        for side, both in enumerate((plain.keys, plain.values)):
+            assert same(pages.side(side)[fits], values[fits][:, side])
+            assert same(both[fits], values[fits][:, side])
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)
@@ -90,28 +94,37 @@ def test_chosen_tokens_of_a_side(
     bounds = 3, shape.kv_heads, shape.page_size - length + 1
     page, head, token = (torch.randint(0, bound, (count,), generator=source) for bound in bounds)
     for codec in (PLAIN, NATIVE):
-        for side, packed_side in enumerate(PackedSide.pair(packed, shape, codec)):
-            assert isinstance(packed_side, PackedSide)
+        for side in range(2):
             out = torch.empty(count, length, shape.head_dim, dtype=torch.bfloat16)
-            codec.take(packed_side, page, head, token, out)
+            codec.take(shape, packed, side, page, head, token, out)
             for p, h, t, found in zip(page, head, token, out, strict=True):
                 assert same(found, values[p, side, h, t : t + length]) or shape.overflows(packed)[p]
 
 
-def test_a_side_is_read_as_the_tensor_that_it_stands_for() -> None:
+@pytest.mark.parametrize("room", [None, 1, 2, 9])
+def test_packed_pages_are_read_as_the_plain_ones_that_they_stand_for(room: int | None) -> None:
     shape = PackedShape(2, 4, 6)
-    values = drawn(shape, 5, "one", 3, seed=1)
-    values = values.nan_to_num()
-    keys, _ = PackedSide.pair(NATIVE.encode(shape, values), shape, NATIVE)
-    plain = values[:, 0]
-    assert (keys.shape, keys.stride(), keys.dtype) == (plain.shape, (48, 24, 6, 1), torch.bfloat16)
-    some = keys[1:4]
-    assert isinstance(some, PackedSide) and some.packed.data_ptr() == keys.packed[1:].data_ptr()  # type: ignore[attr-defined]
-    assert torch.equal(some + 0, plain[1:4]) and torch.equal(keys[2:3, :, 1:3], plain[2:3, :, 1:3])
-    assert torch.equal(torch.cat([plain, some]), torch.cat([plain, plain[1:4]]))
-    assert (
-        torch.equal(torch.empty_like(plain).copy_(keys), plain) and repr(some) == "PackedSide([3, 2, 4, 6])"
-    )
+    values = drawn(shape, 5, "one", 3, seed=1).nan_to_num()
+    buffer = None if room is None else torch.empty(room, *values.shape[1:], dtype=torch.bfloat16)
+    packed = PackedPages(NATIVE.encode(shape, values), shape, NATIVE, buffer)
+    plain = PlainPages.of(values)
+    portions = [(len(one), one.keys.clone(), one.values.clone()) for one in packed.portions()]
+    assert [count for count, *_ in portions] == {1: [1] * 5, 2: [2, 2, 1]}.get(room or 0, [5])
+    assert torch.equal(torch.cat([keys for _, keys, _ in portions]), plain.keys)
+    assert torch.equal(torch.cat([held for *_, held in portions]), plain.values)
+    some = packed[1:4]
+    assert some.data.data_ptr() == packed.data[1:].data_ptr() and torch.equal(some.side(0), plain.keys[1:4])
+    for pages in (packed, plain):
+        assert (len(pages), pages.kv_heads, pages.page_tokens, pages.tokens) == (5, 2, 4, 20)
+        for start, end in ((0, 20), (0, 0), (3, 17), (5, 7), (4, 12)):
+            wanted = values.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, start:end]
+            assert torch.equal(torch.stack(pages.head_major(start, end)), wanted)
+            found = torch.empty_like(wanted)
+            for part, *places in cut_alike(pages.span(start, end), *found):
+                part.copy_to(*places)
+            assert torch.equal(found, wanted)
+    forms = [type(one) for one in packed.span(3, 17)]
+    assert forms == [PlainPages, PackedPages, PlainPages], "what is cut is unpacked"
 
 
 @pytest.mark.parametrize("heads", [1, 8, 32])

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from support.uneven_link import UnevenLink
 from torch import Tensor
 
-from cpu_kv import KVLayout, Link, PacedLink, PagedKVStore, TransferEngine, head_major
-from cpu_kv.packed import PackedSide
+from cpu_kv import KVLayout, Link, PacedLink, PackedPages, PagedKVStore, TransferEngine
 
 PAGE = 8
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, dtype=torch.bfloat16, page_size=PAGE, packed=True)
@@ -34,8 +33,7 @@ def check_loaded(engine: TransferEngine, kv: Tensor) -> None:
         size = (end - start) // PAGE * (LAYOUT.page_bytes if packed else PAGE * raw)
         memory = torch.empty(size, dtype=torch.uint8)
         engine.load(layer, start, end, memory, packed=packed)
-        pair = engine.resident_pages(memory, packed=packed)
-        found = torch.stack([head_major(side) for side in pair])
+        found = torch.stack(engine.resident_pages(memory, packed=packed).head_major())
         assert torch.equal(found, kv[layer, :, :, start:end])
 
     for layer in range(2):
@@ -51,8 +49,8 @@ def check(engine: TransferEngine, kv: Tensor) -> None:
     for stream in (engine.stream(whole), engine.stream(whole)):
         for layer in range(2):
             at = 0
-            for pair in stream.segments(layer):
-                found = torch.stack([head_major(side) for side in pair])
+            for pages in stream.segments(layer):
+                found = torch.stack(pages.head_major())
                 assert torch.equal(found, kv[layer, :, :, at : at + found.shape[2]])
                 at += found.shape[2]
             assert at == whole
@@ -131,7 +129,7 @@ def test_packed_pages_cross_as_they_are() -> None:
             written = engine.counters.bytes_to_host
             assert written == 2 * 4 * layout.page_bytes + odd * 2 * 64 * layout.layer_token_bytes
             copies, stream = engine.counters.copies, engine.stream(256)
-            kinds = [[isinstance(keys, PackedSide) for keys, _ in stream.segments(n)] for n in range(2)]
+            kinds = [[isinstance(one, PackedPages) for one in stream.segments(n)] for n in range(2)]
             assert kinds == [[True, False, True] if odd else [True, True]] * 2
             crossed = engine.counters.bytes_to_device
             if odd:

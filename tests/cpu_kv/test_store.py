@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from cpu_kv import KVLayout, PagedKVStore, SequenceKV, head_major, part_of, pinned
-from cpu_kv.packed import PackedSide
+from cpu_kv import KVLayout, KVPages, PackedPages, PagedKVStore, PlainPages, SequenceKV, pinned
 from cpu_kv.pages import PagePool
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
@@ -25,9 +24,9 @@ SHARES = st.integers(0, 20).map(lambda share: share / 20)  # floats are mostly 0
 EMPTY = torch.zeros(2, 2, 0, 4)
 
 
-def joined(pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
+def joined(pieces: list[KVPages]) -> Tensor:
     """Keys and values of some pieces, `[2, kv_heads, tokens, head_dim]`."""
-    whole = [torch.stack([head_major(side) for side in piece]) for piece in pieces]
+    whole = [torch.stack(piece.head_major()) for piece in pieces]
     return torch.cat([EMPTY.to(whole[0].dtype) if whole else EMPTY, *whole], dim=2)
 
 
@@ -37,9 +36,9 @@ def means_of(kv: Tensor, size: int) -> Tensor:
     return kv[:, :, : full * size].unflatten(2, (full, size)).mean(dim=3, dtype=torch.float32).to(kv.dtype)
 
 
-def page_at(keys: Tensor, page: int) -> int:
+def page_at(pages: KVPages, page: int = 0) -> int:
     """Where a page of views lies."""
-    return (keys.packed if isinstance(keys, PackedSide) else keys)[page].data_ptr()
+    return (pages.data if isinstance(pages, PackedPages) else pages.side(0))[page].data_ptr()
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -155,13 +154,13 @@ class StoreMachine(RuleBasedStateMachine):
                 for first, last in ((0, tokens), (start, end)):
                     pieces = sequence.views(layer, first, last)
                     assert torch.equal(joined(pieces), kv[:, :, first:last])
-                    assert not any(keys.requires_grad for keys, _ in pieces)
+                    assert not any(pages.side(0).requires_grad for pages in pieces)
                 torch.testing.assert_close(sequence.summaries.means(layer), means_of(kv[:1], chunk))
                 pages = means_of(kv, self.layout.page_size)
                 torch.testing.assert_close(sequence.page_means.means(layer), pages)
                 self.full_pages_are_packed(sequence, layer)
-        parts = [keys for one in self.sequences for layer in range(2) for keys, _ in one.views(layer)]
-        tokens = {page_at(keys, page): keys.shape[2] for keys in parts for page in range(len(keys))}
+        parts = [part for one in self.sequences for layer in range(2) for part in one.views(layer)]
+        tokens = {page_at(part, page): part.page_tokens for part in parts for page in range(len(part))}
         used = sum(map(self.layout.layer_bytes, tokens.values()))
         assert self.store.used_bytes == used
         if not self.layout.packed:  # a packed page that was cut counts as one that is not packed
@@ -170,9 +169,9 @@ class StoreMachine(RuleBasedStateMachine):
     def full_pages_are_packed(self, sequence: SequenceKV, layer: int) -> None:
         """Those that can be."""
         shape, page = self.layout.packed_shape, self.layout.page_size
-        for keys, values in sequence.views(layer) if self.layout.packed else ():
-            if not isinstance(keys, PackedSide) and keys.shape[2] == page:
-                whole = torch.stack([keys, values], 1)
+        for pages in sequence.views(layer) if self.layout.packed else ():
+            if isinstance(pages, PlainPages) and pages.page_tokens == page:
+                whole = torch.stack([pages.keys, pages.values], 1)
                 assert shape.overflows(self.store.codec.encode(shape, whole)).all()
 
     def teardown(self) -> None:
@@ -214,16 +213,16 @@ def test_views_are_the_store_itself() -> None:
         sequence = filled(store, 5)
         sequence.append(1, *torch.zeros(2, 2, 5, 4))  # tokens 8 and 9 lie in a second slab
         first, second = sequence.views(1)  # two whole pages, and half a page
-        first[0][0, 0, 2, 1] = second[0][0, 0, 1, 1] = 77.0
+        first.plain().keys[0, 0, 2, 1] = second.plain().keys[0, 0, 1, 1] = 77.0
         pages = torch.cat(sequence.memory(1, 0, 12)).view(LAYOUT.pages_shape(3))
         assert pages[0, 0, 0, 2, 1] == pages[2, 0, 0, 1, 1] == 77.0
-        assert 77.0 not in sequence.views(0)[0][0]
+        assert 77.0 not in sequence.views(0)[0].side(0)
 
 
 def test_views_are_those_of_the_pages_that_a_truncated_sequence_has_now() -> None:
     with PagedKVStore(LAYOUT, slab_tokens=8) as store:
         first, second = filled(store, 8), filled(store, 4)
-        assert first.views(0, 0, 8)[0][0].data_ptr() == first.views(0, 0, 8)[0][0].data_ptr()
+        assert page_at(first.views(0, 0, 8)[0]) == page_at(first.views(0, 0, 8)[0])
         first.truncate(4)
         taken = torch.ones(2, 2, 4, 4)
         second.append(0, *taken)  # to the page that was given back
@@ -240,16 +239,16 @@ def test_a_reserved_sequence_is_one_run_and_pages_are_used_again() -> None:
         assert reserved == LAYOUT.reserved_bytes(50) == 52 * 2 * 2 * 2 * 4 * 4, "52 tokens of two layers"
         for _ in range(5):
             sequence.append(0, torch.ones(2, 10, 4), torch.ones(2, 10, 4))
-        assert [keys.shape for keys, _ in sequence.views(0)] == [(12, 2, 4, 4), (1, 2, 2, 4)]
-        start = sequence.views(0)[0][0].data_ptr()
+        assert [one.side(0).shape for one in sequence.views(0)] == [(12, 2, 4, 4), (1, 2, 2, 4)]
+        start = page_at(sequence.views(0)[0])
         sequence.append(1, torch.ones(2, 9, 4), torch.ones(2, 9, 4))
         sequence.truncate(9)  # keeps three pages of thirteen
         second = filled(store, 40)
-        assert second.views(0)[0][0].data_ptr() == start + 3 * LAYOUT.page_bytes
+        assert page_at(second.views(0)[0]) == start + 3 * LAYOUT.page_bytes
         sequence.close()
         second.close()
         third = filled(store, 52)  # the lowest pages first: one run again
-        assert len(third.views(0)) == 1 and third.views(0)[0][0].data_ptr() == start
+        assert len(third.views(0)) == 1 and page_at(third.views(0)[0]) == start
         assert store.reserved_bytes == reserved
 
 
@@ -262,7 +261,7 @@ def test_pages_lie_as_they_cross_a_link(monkeypatch: pytest.MonkeyPatch) -> None
             sequence.append(0, torch.ones(2, 8, 4), torch.ones(2, 8, 4))
         pieces = sequence.memory(0, 4, 40)
         pages = torch.cat(pieces).view(LAYOUT.pages_shape(9))[:7]
-        assert torch.equal(joined([(pages[:, 0], pages[:, 1])]), joined(sequence.views(0, 4, 32)))
+        assert torch.equal(joined([PlainPages.of(pages)]), joined(sequence.views(0, 4, 32)))
         halves = [2 * piece.nbytes // LAYOUT.page_bytes for piece in pieces]
         assert halves == [1, 3, 2, 3, 3, 2, 3, 1], "slabs of four pages"
         assert all(piece.is_contiguous() for piece in pieces)
@@ -270,12 +269,11 @@ def test_pages_lie_as_they_cross_a_link(monkeypatch: pytest.MonkeyPatch) -> None
 
 @settings(derandomize=True, deadline=None)
 @given(page=st.integers(1, 9), pages=st.integers(1, 5), ends=st.tuples(st.floats(0, 1), st.floats(0, 1)))
-def test_parts_of_pages_by_head(page: int, pages: int, ends: tuple[float, float]) -> None:
+def test_tokens_of_pages_by_head(page: int, pages: int, ends: tuple[float, float]) -> None:
     memory = torch.arange(pages * 2 * 3 * page * 2).view(pages, 2, 3, page, 2)
     heads = memory.permute(1, 2, 0, 3, 4).flatten(2, 3)
     start, end = sorted(round(share * pages * page) for share in ends)
-    for side in range(2):
-        assert torch.equal(part_of(memory[:, side], start, end), heads[side, :, start:end])
+    assert torch.equal(torch.stack(PlainPages.of(memory).head_major(start, end)), heads[:, :, start:end])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -313,7 +311,7 @@ def test_forks_share_whole_pages_and_copy_what_is_cut() -> None:
         branches = [book.fork(length, chunk_size=2) for length in (22, 20, 3, 0)]
         assert [branch.length for branch in branches] == [22, 20, 3, 0]
         assert store.used_bytes == used + (2 + 0 + 3) * LAYOUT.token_bytes
-        assert branches[1].views(0)[0][0].data_ptr() == book.views(0)[0][0].data_ptr()
+        assert page_at(branches[1].views(0)[0]) == page_at(book.views(0)[0])
         kept = joined(book.views(0))
         book.close()
         assert torch.equal(joined(branches[0].views(0)), kept), "pages live as long as one of their owners"
@@ -431,10 +429,11 @@ def test_kernels_of_a_device_read_page_locked_kv_where_it_lies(index: int) -> No
         used = GPUS.counters.copies_to_device
         for layer in range(2):
             views = sequence.device_views(layer, 5, 66, device)
-            assert views is not None and all(part.device == device for pair in views for part in pair)
+            assert views is not None
+            sides = [[one.side(side) for one in views] for side in range(2)]
+            assert all(part.device == device for side in sides for part in side)
             found = [
-                torch.cat([part.transpose(0, 1).flatten(1, 2) + 0 for part in side], 1)
-                for side in zip(*views, strict=True)
+                torch.cat([part.transpose(0, 1).flatten(1, 2) + 0 for part in side], 1) for side in sides
             ]
             torch.cuda.synchronize(device)
             assert all(
@@ -459,15 +458,15 @@ def test_a_sequence_that_is_cut_within_a_packed_page_goes_on() -> None:
         sequence = store.new_sequence()
         for layer in range(2):
             sequence.append(layer, *kv[layer, :, :, :24])
-        forms = [[keys.__class__ for keys, _ in sequence.views(0, *ends)] for ends in ((0, 24), (3, 19))]
-        assert forms == [[PackedSide], [Tensor, PackedSide, Tensor]], "what is cut is unpacked"
+        forms = [[type(pages) for pages in sequence.views(0, *ends)] for ends in ((0, 24), (3, 19))]
+        assert forms == [[PackedPages], [PlainPages, PackedPages, PlainPages]], "what is cut is unpacked"
         sequence.truncate(19)
         for layer in range(2):
             assert torch.equal(joined(sequence.views(layer)), kv[layer, :, :, :19])
             sequence.append(layer, *kv[layer, :, :, 19:21])
             sequence.append(layer, *kv[layer, :, :, 21:])
             assert torch.equal(joined(sequence.views(layer)), kv[layer])
-            assert [keys.__class__ for keys, _ in sequence.views(layer)] == [PackedSide, Tensor]
+            assert [type(pages) for pages in sequence.views(layer)] == [PackedPages, PlainPages]
 
 
 def test_pages_that_are_written_whole_replace_what_was_there() -> None:

@@ -24,14 +24,13 @@ from cpu_kv import (
     CpuLink,
     CudaLink,
     Event,
-    KeysValues,
     KVLayout,
+    KVPages,
     LayerStream,
     Link,
     PacedLink,
     PagedKVStore,
     TransferEngine,
-    head_major,
 )
 from cpu_kv.link import FutureEvent, Pairs, pair_bytes
 from cpu_kv.streams import device_streams
@@ -65,7 +64,7 @@ def engine_over(
             link.close()
 
 
-Segment = tuple[int, int, KeysValues]
+Segment = tuple[int, int, KVPages]
 """Layer, first token, and what a stream shows of it."""
 
 
@@ -73,17 +72,17 @@ def segments_of(stream: LayerStream) -> Iterator[Segment]:
     """All segments, one after the other."""
     for layer in range(LAYOUT.layers):
         at = stream.start
-        for pair in stream.segments(layer):
-            yield layer, at, pair
-            at += len(pair[0]) * LAYOUT.page_size
+        for pages in stream.segments(layer):
+            yield layer, at, pages
+            at += pages.tokens
         assert at == stream.end
 
 
 def check_segment(kv: Tensor, segment: Segment) -> int:
     """It shows what it should; its bytes."""
     time.sleep(2e-4)  # it must hold still while the link runs ahead
-    layer, at, pair = segment
-    found = torch.stack([head_major(side) for side in pair])
+    layer, at, pages = segment
+    found = torch.stack(pages.head_major())
     assert torch.equal(found, kv[layer, :, :, at : at + found.shape[2]])
     return found.nbytes
 
@@ -186,8 +185,8 @@ class TransferMachine(RuleBasedStateMachine):
         for layer, kv in enumerate(self.kv):
             self.engine.load(layer, start, end, memory, packed=False)
             if start < end:
-                pair = self.engine.resident_pages(memory, packed=False)
-                assert torch.equal(torch.stack([*map(head_major, pair)]), kv[:, :, start:end])
+                pages = self.engine.resident_pages(memory, packed=False)
+                assert torch.equal(torch.stack(pages.head_major()), kv[:, :, start:end])
             self.read += memory.nbytes
 
     @rule(count=st.integers(1, 4), entries=st.integers(1, 9))
@@ -237,7 +236,7 @@ class TransferMachine(RuleBasedStateMachine):
         assert check_pass(self.engine, self.kv) == LAYOUT.layer_token_bytes * LAYOUT.layers * whole
         self.flush()
         for layer, expected in enumerate(self.kv):
-            found = [torch.stack([head_major(s) for s in pair]) for pair in self.engine.sequence.views(layer)]
+            found = [torch.stack(pages.head_major()) for pages in self.engine.sequence.views(layer)]
             assert torch.equal(torch.cat([expected[:, :, :0], *found], dim=2), expected)
         self.opened.__exit__(None, None, None)
 
@@ -323,7 +322,7 @@ def test_the_host_runs_ahead_of_the_compute_by_a_ring() -> None:
 
         def read() -> None:
             for layer in range(LAYOUT.layers):
-                seen.extend(keys[0, 0, 0, 0].item() for keys, _ in stream.segments(layer))
+                seen.extend(pages.side(0)[0, 0, 0, 0].item() for pages in stream.segments(layer))
 
         reader = threading.Thread(target=read)
         reader.start()
@@ -356,7 +355,7 @@ def test_in_place_nothing_is_copied() -> None:
     with engine_over(CpuLink(), kv) as engine:
         check_pass(engine, kv)
         (first, *_), views = list(engine.stream(28).segments(0)), engine.sequence.views(0)
-        assert first[0].data_ptr() == views[0][0].data_ptr()
+        assert first.side(0).data_ptr() == views[0].side(0).data_ptr()
         new = random_kv(5, 1)
         engine.write_back(new[:, :, :, :2])
         engine.write_back(new[:, :, :, 2:3])
@@ -432,9 +431,9 @@ def test_cuda_streams_under_load(ring_buffers: int) -> None:
             copies: list[list[Tensor]] = []
             for layer in range(layout.layers):
                 pieces = []
-                for keys, values in stream.segments(layer):
+                for pages in stream.segments(layer):
                     late = (load @ load).sum() * 0  # the segment is read late: its slot may not be reused
-                    pieces.append(torch.stack([head_major(keys) + late, head_major(values) + late]))
+                    pieces.append(torch.stack([side + late for side in pages.head_major()]))
                 copies.append(pieces)
             for layer, pieces in enumerate(copies):
                 assert torch.equal(torch.cat(pieces, dim=2).cpu(), kv[layer, :, :, :tokens])

@@ -32,7 +32,6 @@ import torch.utils.dlpack
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpu_kv.packed import PackedSide
 from emulated.gpu import (
     CUDA,
     DEVICES,
@@ -163,9 +162,6 @@ class Emulation(TorchDispatchMode):
     """Active in every thread: what makes tensors is asked for the device by a name alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if PackedSide in types:
-            with self:  # what it does is on the device
-                return PackedSide.__torch_dispatch__(func, types, args, kwargs)
         return _dispatch(func, args, kwargs or {})
 
 

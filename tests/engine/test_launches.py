@@ -14,7 +14,7 @@ from support.small_engine import CUDA, engine_overrides, place
 from support.tiny_models import byte_ids, random_model
 from torch import Tensor
 
-from cpu_kv import CudaLink, KVLayout, PagedKVStore, TransferEngine, cuda_link
+from cpu_kv import CudaLink, KVLayout, PagedKVStore, PlainPages, TransferEngine, cuda_link
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.page_codec import MachineCodec
 from offload_rt.caches.full import FullCache
@@ -161,19 +161,19 @@ def test_an_exchange_with_the_cpu_takes_one_kernel_each_way(wants_mass: bool) ->
     layers, heads, count, dim = 3, 2, 5, 16
     tier = CpuAttention(2 * PAGE, CUDA)
     queries = torch.randn(layers, heads, count, dim).to(CUDA)
-    keys, values = torch.randn(2, 2, heads, PAGE, dim)
+    pages = PlainPages(*torch.randn(2, 2, heads, PAGE, dim))
     torch.cuda.synchronize()
     chunk = 8 if wants_mass else None
     before = vars(GPUS.counters).copy()
     answers: list[list[Tensor]] = []
     for layer in range(layers):
-        started: Future[list[Tensor]] = tier.start(layer, queries[layer], [(keys, values)], dim**-0.5, chunk)
+        started: Future[list[Tensor]] = tier.start(layer, queries[layer], [pages], dim**-0.5, chunk)
         answers.append([one + 0 for one in tier.finish(started)])  # as `AttentionSum.add` reads them
     launched = {name: number - before[name] for name, number in vars(GPUS.counters).items()}
     kernels = launched.pop("kernels")
     assert kernels == layers * (1 + len(answers[0])) and not any(launched.values())
     for layer, (out, lse, *mass) in enumerate(answers):
-        history = [part.transpose(0, 1).flatten(1, 2).double() for part in (keys, values)]
+        history = [side.double() for side in pages.head_major()]
         scores = queries[layer].cpu().double() @ history[0].mT * dim**-0.5
         torch.testing.assert_close(out.cpu().double(), scores.softmax(-1) @ history[1], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(lse.cpu().double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)

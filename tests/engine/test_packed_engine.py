@@ -14,7 +14,7 @@ import torch
 from support.small_engine import CPU, CUDA, PAGE, PROMPT, SIZES, engine_overrides, link_to, other_gpu, place
 from support.tiny_models import noisy_copy, tiny_target
 
-from cpu_kv import KVLayout, head_major
+from cpu_kv import KVLayout
 from offload_rt import LLM, Context, SamplingParams, UsageError
 from offload_rt.caches.sizes import GpuTier, Tiers, stored_layout
 from offload_rt.engine.prefix_file import SavedContext
@@ -120,11 +120,9 @@ def test_pages_that_cannot_be_packed_are_saved_as_they_are(load: str, tmp_path: 
         context = llm.read(PROMPT)
         kv = llm.engine.sequences[0].full.sequence
         for page in (1, 3):
-            kv.open_page(0, page * PAGE)[:] = kv.views(0, page * PAGE, (page + 1) * PAGE)[0][0][:, None]
+            kv.open_page(0, page * PAGE)[:] = kv.views(0, page * PAGE, (page + 1) * PAGE)[0].side(0)[:, None]
             kv.open_page(0, page * PAGE)[..., ::2] *= 2.0 ** (-60 * torch.arange(PAGE).fmod(2))[:, None]
-        wanted = [
-            torch.cat([torch.stack([*map(head_major, pair)]) for pair in kv.views(n)], 2) for n in range(2)
-        ]
+        wanted = [torch.cat([torch.stack(pages.head_major()) for pages in kv.views(n)], 2) for n in range(2)]
         assert [at for at, _, pages in kv.forms(0, 0, 144) if pages is not None] == [PAGE, 3 * PAGE]
         context.save(path)
     for tokens in (PROMPT, PROMPT[: 3 * PAGE + 7]):
@@ -133,7 +131,7 @@ def test_pages_that_cannot_be_packed_are_saved_as_they_are(load: str, tmp_path: 
                 Context.load(llm, file, 10, list(tokens))
             kv = llm.engine.sequences[0].full.sequence
             for n in range(2):
-                found = torch.cat([torch.stack([*map(head_major, pair)]) for pair in kv.views(n)], 2)
+                found = torch.cat([torch.stack(pages.head_major()) for pages in kv.views(n)], 2)
                 assert (
                     torch.equal(found, wanted[n][:, :, : found.shape[2]])
                     and found.shape[2] >= len(tokens) - 1

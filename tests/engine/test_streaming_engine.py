@@ -30,7 +30,6 @@ from support.small_engine import (
 from support.tiny_models import byte_ids
 from torch import Tensor
 
-from cpu_kv import head_major
 from offload_rt import LLM, GenerationResult, SamplingParams
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import RetrievalRefresh
@@ -190,7 +189,7 @@ def test_what_is_retrieved_is_the_sequences(device: torch.device, shares: Tiers,
         for layer in range(sequence.layout.layers):
             runs = sequence.views(layer, 0, sequence.length)
             for side, held in enumerate(cache.kv[layer]):
-                text = torch.cat([head_major(run[side]) for run in runs], dim=1)
+                text = torch.cat([pages.head_major()[side] for pages in runs], dim=1)
                 own = held[:, : cache.entries].cpu()
                 exact = torch.cdist(own, text, compute_mode="donot_use_mm_for_euclid_dist") < 1e-5
                 assert bool(exact.any(-1).all())

@@ -23,7 +23,7 @@ from support.native_kernels import processor_flags
 from support.reference_attention import ReferenceBackend, attend, merge
 from torch import Tensor
 
-from cpu_kv import KVLayout
+from cpu_kv import KVLayout, PlainPages
 from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend, choose_backend, torch_threads
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.kernels import building, native, operators
@@ -60,7 +60,7 @@ def assert_as_exact_as_torch(
     """At most twice the error of torch's own kernel on the same data."""
     scale = queries.shape[-1] ** -0.5
     want, want_lse = expected(queries, keys, values, scale, mask)
-    out, lse = kernel.attend(queries, keys, values, scale, mask, threads)
+    out, lse = kernel.attend(queries, PlainPages(keys, values), scale, mask, threads)
     assert out.dtype == lse.dtype == torch.float32
     peer, peer_lse = attend(TorchCpuBackend(), queries, keys, values, scale, mask)
     # torch may be lucky, over one query most of all: its error counts as no less than rounding brings.
@@ -148,7 +148,7 @@ def test_quantised_entries(
     assert all(map(torch.equal, plain, quick))
     out, lse = kernel.attend_quantized(queries, quick, dim**-0.5, threads)
     keys, values = (side[None] for side in plain.dequantized(dtype))
-    same, same_lse = kernel.attend(queries, keys, values, dim**-0.5, None, threads)
+    same, same_lse = kernel.attend(queries, PlainPages(keys, values), dim**-0.5, None, threads)
     assert torch.equal(out, same) or float((out - same).abs().max()) < 1e-6
     want, want_lse = expected(queries, keys, values, dim**-0.5, None)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
@@ -161,7 +161,7 @@ def test_rounded_weights_are_not_biased(kernel: native.Kernel) -> None:
     queries, keys, values = drawn(1, 64, 1000, 64, torch.bfloat16)
     values = values + 1  # whose mean shows whether the weights are too small as a whole
     want, _ = expected(queries, keys, values, 0.125, None)
-    out, _ = kernel.attend(queries, keys, values, 0.125, None)
+    out, _ = kernel.attend(queries, PlainPages(keys, values), 0.125, None)
     assert abs(float((out - want).mean())) < 2e-4
 
 
@@ -187,7 +187,7 @@ def test_extreme_scores_neither_overflow_nor_vanish(kernel: native.Kernel, dtype
     keys = torch.linspace(-30, 30, 400)[None, :, None].expand(1, 400, 32).contiguous()[None]
     values = torch.randn(1, 1, 400, 32, generator=torch.Generator().manual_seed(0))
     queries, keys, values = (part.to(dtype) for part in (queries, keys, values))
-    out, lse = kernel.attend(queries, keys, values, 1.0, None)
+    out, lse = kernel.attend(queries, PlainPages(keys, values), 1.0, None)
     want, want_lse = expected(queries, keys, values, 1.0, None)
     precision = 1e-4 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out.double(), want, atol=precision / 10, rtol=precision)
@@ -200,7 +200,7 @@ def test_nan_in_nan_out(kernel: native.Kernel, dtype: torch.dtype) -> None:
         for where in (1, 2):
             parts = drawn(1, 2, tokens, 32, dtype)
             parts[where][0, 0, place, 3] = torch.nan
-            out, lse = kernel.attend(*parts, 1.0, None)
+            out, lse = kernel.attend(parts[0], PlainPages(*parts[1:]), 1.0, None)
             # A value that is not a number is so in its dimension, a key in all of them.
             assert out[:, :, 3].isnan().all() and bool(lse.isnan().all()) == (where == 1)
             assert bool(out.isnan().all()) == (where == 1)
@@ -225,7 +225,7 @@ def test_a_query_that_sees_nothing_vanishes_when_merged(kernel: native.Kernel, d
             assert torch.equal(merged[:, 1], whole[0][:, 1]) and torch.equal(merged_lse[:, 1], whole[1][:, 1])
         out, lse = attend(backend, queries, keys[:, :, :0], values[:, :, :0], 0.3)
         assert out.eq(0).all() and lse.isneginf().all() and lse.shape == (2, 3)
-    out, lse = kernel.attend(queries[:, :0], keys, values, 0.3, None)
+    out, lse = kernel.attend(queries[:, :0], PlainPages(keys, values), 0.3, None)
     assert out.shape == (2, 0, 32) and lse.shape == (2, 0)
 
 
@@ -239,7 +239,7 @@ def test_a_sum_over_segments_of_very_different_weight(kernel: native.Kernel, dty
     mask[0, :7] = mask[1, 7:] = mask[3] = -torch.inf
     total = AttentionSum(backend, queries, 2, 0.3)
     for part in torch.arange(sum(sizes)).split(sizes):
-        total.attend(keys[:, :, part], values[:, :, part], mask[:, part])
+        total.attend(PlainPages(keys[:, :, part], values[:, :, part]), mask[:, part])
     assert total.lse is not None
     found, lse = total.result(), total.lse
     assert found[:, 3].eq(0).all() and lse[:, 3].isneginf().all()
@@ -248,8 +248,8 @@ def test_a_sum_over_segments_of_very_different_weight(kernel: native.Kernel, dty
     torch.testing.assert_close(found[:, :3].double(), want, atol=precision, rtol=precision)
     torch.testing.assert_close(lse[:, :3].double(), want_lse, atol=precision, rtol=1e-5)
     nothing = AttentionSum(backend, queries, 2, 0.3)
-    nothing.attend(keys.new_full((1, 2, 3, 32), torch.nan), values[:, :, :3])
-    nothing.attend(keys, values)
+    nothing.attend(PlainPages(keys.new_full((1, 2, 3, 32), torch.nan), values[:, :, :3]))
+    nothing.attend(PlainPages(keys, values))
     assert nothing.result().isnan().all(), "what is not a number stays so"
 
 
@@ -260,7 +260,7 @@ def test_what_it_does_not_cover_goes_to_torch(kernel: native.Kernel, dtype: torc
     if dim % kernel.lanes == 0:
         pytest.skip("short vectors: covered")
     queries, keys, values = drawn(2, 3, 40, dim, dtype)
-    assert not kernel.supports(queries, keys, values)
+    assert not kernel.supports(queries, PlainPages(keys, values))
     out, lse = attend(NativeCpuBackend(kernel), queries, keys, values, 0.1)
     peer, peer_lse = attend(TorchCpuBackend(), queries, keys, values, 0.1)
     assert torch.equal(out, peer) and torch.equal(lse, peer_lse)
@@ -280,7 +280,8 @@ def test_builds_use_what_their_processor_has(built: dict[str, Path]) -> None:
 
 @DTYPES
 def test_calls_at_the_same_time_do_not_meet(kernel: native.Kernel, dtype: torch.dtype) -> None:
-    calls = [drawn(2, 3 + 5 * i, 3000 + i, 64, dtype, seed=i) for i in range(3)]
+    drawn_parts = [drawn(2, 3 + 5 * i, 3000 + i, 64, dtype, seed=i) for i in range(3)]
+    calls = [(queries, PlainPages(*pages)) for queries, *pages in drawn_parts]
     alone = [kernel.attend(*parts, 0.125, None, 2) for parts in calls]
     together = threading.Barrier(len(calls))
 

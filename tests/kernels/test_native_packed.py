@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_kv.packed import PackedShape, PackedSide, PageCodec
+from cpu_kv import PackedPages, PlainPages
+from cpu_kv.packed import PackedShape, PageCodec
 from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend
 from offload_rt.attention.page_codec import MachineCodec
 from offload_rt.attention.sums import AttentionSum
@@ -52,10 +53,10 @@ def test_packed_pages_are_attended_as_plain_ones(
         return
     queries = torch.randn(heads * group, count, dim, generator=source).to(torch.bfloat16)
     found = []
-    for keys, held in (PackedSide.pair(packed, shape, MachineCodec(kernel)), (plain[:, 0], plain[:, 1])):
+    for form in (PackedPages(packed, shape, MachineCodec(kernel)), PlainPages.of(plain)):
         total = AttentionSum(NativeCpuBackend(kernel, threads), queries, heads, dim**-0.5, chunk)
         total.track_mass(0, len(plain) * page)
-        total.attend_tracked(keys, held)
+        total.attend_tracked(form)
         scores = torch.zeros(heads, len(plain) * page // (chunk or 1))
         if chunk:
             total.add_mass_to(scores, 1.0)
@@ -70,10 +71,10 @@ def test_torch_attends_packed_pages_too(built: dict[str, Path]) -> None:
     queries = torch.randn(4, 5, 16, generator=source).to(torch.bfloat16)
     codec = PageCodec()
     found = []
-    for pair in (PackedSide.pair(codec.encode(shape, plain), shape, codec), (plain[:, 0], plain[:, 1])):
+    for pages in (PackedPages(codec.encode(shape, plain), shape, codec), PlainPages.of(plain)):
         total = AttentionSum(TorchCpuBackend(), queries, 2, 0.25, 8)
         total.track_mass(0, 48)
-        total.attend_tracked(*pair)
+        total.attend_tracked(pages)
         scores = torch.zeros(2, 6)
         total.add_mass_to(scores, 1.0)
         found.append((total.result(), scores))

@@ -20,12 +20,11 @@ from emulated import cuda as emulated_cuda
 from emulated.gpu import EMULATED
 from support.small_engine import CUDA, engine_overrides, place
 from support.tiny_models import byte_ids, noisy_copy, tiny_target
-from torch import Tensor
 
 import cpu_kv
 import offload_rt
 from cpu_kv import CudaLink, KVLayout
-from cpu_kv.packed import PackedShape, PackedSide, PageCodec
+from cpu_kv.packed import PackedShape, PageCodec
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention import backends, page_codec
 from offload_rt.attention.mass import Sample
@@ -145,10 +144,6 @@ def as_of_kernels(plain: Callable[..., Any]) -> Callable[..., Any]:
     return contiguous
 
 
-def take_plainly(shape: PackedShape, packed: Tensor, side: int, *arguments: Tensor) -> None:
-    PageCodec().take(PackedSide(packed, shape, PageCodec(), side), *arguments)
-
-
 Run = dict[tuple[str, str], Variant]
 
 
@@ -156,7 +151,7 @@ Run = dict[tuple[str, str], Variant]
 def runs() -> dict[str, Run]:
     """Variants by run: of an engine for each shape, and of the check that comes before the first use."""
     launches, codec = Launches(), PageCodec()
-    plain_of_pages = {"encode": codec.encode, "decode": codec.decode, "take": take_plainly}
+    plain_of_pages = {"encode": codec.encode, "decode": codec.decode, "take": codec.take}
     found: dict[str, Run] = {}
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -22,7 +22,7 @@ if EMULATED:
     pytest.skip("they run on a GPU, or in the interpreter", allow_module_level=True)
 
 from cpu_kv import KVLayout  # noqa: E402
-from cpu_kv.packed import PackedShape, PackedSide, PageCodec  # noqa: E402
+from cpu_kv.packed import PackedShape, PageCodec  # noqa: E402
 from offload_rt.attention import backends  # noqa: E402
 from offload_rt.kernels import operators, triton_kernels, triton_operators, triton_pages  # noqa: E402
 from offload_rt.kernels.quantized import QuantizedKV  # noqa: E402
@@ -151,13 +151,12 @@ def test_chosen_tokens_of_packed_pages(
         torch.randint(0, end, (runs,), generator=generator)
         for end in (pages, shape.kv_heads, shape.page_size // 4)
     )
-    for number, side in enumerate(PackedSide.pair(packed, shape, PageCodec())):
-        assert isinstance(side, PackedSide)
+    for side in range(2):
         expected = torch.empty(runs, 4, shape.head_dim, dtype=torch.bfloat16)
-        PageCodec().take(side, page, head, 4 * token, expected)
+        PageCodec().take(shape, packed, side, page, head, 4 * token, expected)
         found = torch.empty_like(expected, device=DEVICE)
         places = (one.to(DEVICE) for one in (page, head, 4 * token))
-        triton_pages.take(shape, packed.to(DEVICE), number, *places, found)
+        triton_pages.take(shape, packed.to(DEVICE), side, *places, found)
         assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
 
 

@@ -35,9 +35,9 @@ def test_attention_reads_all_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> 
     seen = []
 
     class Backend(TorchCpuBackend):
-        def add_with_mass(self, total: Any, queries: Any, keys: Any, values: Any, *arguments: Any) -> Any:
-            seen.append((queries.shape[1], keys.nbytes + values.nbytes))
-            return super().add_with_mass(total, queries, keys, values, *arguments)
+        def add_with_mass(self, total: Any, queries: Any, pages: Any, *arguments: Any) -> Any:
+            seen.append((queries.shape[1], pages.keys.nbytes + pages.values.nbytes))
+            return super().add_with_mass(total, queries, pages, *arguments)
 
     monkeypatch.setattr(measuring, "cpu_share_backend", lambda device: Backend())
     clock = iter(range(10_000))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cpu_kv import head_major
+from cpu_kv import PlainPages, head_major
 from offload_rt.attention.backends import AttentionBackend, fold, unfold
 from offload_rt.attention.sums import AttentionSum
 
@@ -52,7 +52,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention over one segment and its log-sum-exp `[heads, n]`."""
     total = AttentionSum(backend, queries, keys.shape[-3], scale)
-    total.attend(keys, values, mask)
+    total.attend(PlainPages(keys, values) if keys.dim() == 4 else PlainPages.one(keys, values), mask)
     assert total.lse is not None
     return total.result(), unfold(total.lse, len(queries))
 
