@@ -27,7 +27,8 @@ def _run(words: list[str]) -> int:
         description = f"{about[0].upper()}{about[1:]}."
         command = commands.add_parser(name, help=about, description=description, allow_abbrev=False)
         if words[:1] == [name]:  # torch alone takes seconds to import
-            chosen = import_module(f"bench.{module}")
+            loaded = import_module(f"bench.{module}")
+            chosen = getattr(loaded, "STUDY", loaded)
             command.set_defaults(run=chosen.run, words=words)
             chosen.add_arguments(command, name)
     arguments = parser.parse_args(words)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from bench import machine, two_devices
+from bench import machine
 from bench.gpu_checks import ALLOWED_ERROR, BULK_BYTES, HEAD_DIM, LONGEST_WAIT_MS, Given, behind, linked
 from bench.random_models import SHAPES, random_model, random_prompt
 from bench.recorded_text import RecordedText
 from bench.results import Row
 from bench.rounds import Recorded, busy, figures, length, on_lane
+from bench.studies import two_devices
 from cpu_kv import CudaLink, ElementType, Event
 from cpu_kv.mapped import PeerCopies
 from cpu_kv.streams import device_streams

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -16,6 +15,7 @@ from offload_rt.engine.prefix_file import SavedContext, save_prefix
 from offload_rt.errors import UsageError
 from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.runner import CausalModel
+from offload_rt.system.digests import digest
 from offload_rt.system.files import remove_partials
 
 LEAST_TOKENS = 1024
@@ -139,8 +139,7 @@ class SessionFolder(SessionFiles):
         size = len(tokens) * llm.engine.store.layout.stored_token_bytes
         if not self._make_room(size):
             return None
-        digest = hashlib.sha256(repr((tokens, ours)).encode()).hexdigest()[:16]
-        path = self.folder / f"{PREFIX}{digest}{SUFFIX}"
+        path = self.folder / f"{PREFIX}{digest(repr((tokens, ours)), digits=16)}{SUFFIX}"
         self._write(llm, prefix, path)
         for entry in self.entries():
             if entry.cached and (entry.path, entry.tokens) in beginnings:

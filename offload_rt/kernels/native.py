@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
 import platform
 import shutil
@@ -24,6 +23,7 @@ from torch import Tensor
 from cpu_kv import KVPages, PackedPages
 from cpu_kv.packed import PackedShape
 from offload_rt.kernels.building import StillBuilding, build, intact
+from offload_rt.system.digests import digest
 from offload_rt.system.memory import cache_folder
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def _fingerprint(compiler: str) -> str:
     except (OSError, StopIteration):
         flags = platform.processor()
     parts = (*(source.read_bytes() for source in SOURCES), version, flags.encode(), " ".join(_FLAGS).encode())
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    return digest(b"\0".join(parts), digits=16)
 
 
 def _build(compiler: str, path: Path, processor: str = "native") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from offload_rt.kernels.native import SOURCES
 from offload_rt.machine import inventory
 from offload_rt.machine.cuda import no_cuda_device
 from offload_rt.machine.inventory import GpuFacts, HostFacts, PcieLink
+from offload_rt.system.digests import digest
 from offload_rt.system.files import locked, write_whole
 from offload_rt.system.hardware import GIB, NO_GPU, SYSTEM_BYTES, Gpu, Hardware, Host, named_hardware
 from offload_rt.system.memory import CACHE_FOLDER, available_memory, cache_folder
@@ -156,7 +156,7 @@ def _file_name(host: HostFacts, gpus: tuple[GpuFacts, ...], versions: dict[str, 
         *(round(host.total_bytes / GIB), versions, [part.read_text() for part in SOURCES]),
         *((gpu.name, gpu.uuid, gpu.bus, gpu.max_link) for gpu in gpus),
     ]
-    return f"machine-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}.json"
+    return f"machine-{digest(json.dumps(identity), digits=16)}.json"
 
 
 def _load(file_name: str) -> dict[str, Any] | None:

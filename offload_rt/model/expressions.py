@@ -6,13 +6,14 @@ position, a clamp or a branch shows for some inputs only. Its operations show it
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload_rt.system.digests import digest
 
 _COMMUTATIVE = (torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor)
 
@@ -65,7 +66,7 @@ class Expressions(TorchDispatchMode):
         for number, tensor in enumerate(results):
             if tensor.untyped_storage()._cdata not in given or func._schema.is_mutable:
                 text = f"{func} {inputs} {options} {number}"
-                self._set(tensor, hashlib.sha256(text.encode()).hexdigest())
+                self._set(tensor, digest(text, digits=64))
         return out
 
     def _described(self, argument: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 
 import torch
@@ -13,6 +12,7 @@ from cpu_kv.sizes import dtype_name
 from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.quantized_weights import bitsandbytes_scales, named_weights
 from offload_rt.model.runner import CausalModel
+from offload_rt.system.digests import digest
 
 _CHUNK = 2**20
 """Words of 32 bits that a sum is taken of."""
@@ -52,7 +52,7 @@ def weights_digest(model: CausalModel) -> str:
     """Returns a digest of the config of the language model, and of all bytes of its weights."""
     config = model.module.config.get_text_config().to_dict()
     settings = {name: value for name, value in config.items() if name not in _CHANGE_NOTHING}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    parts: list[str | bytes] = [json.dumps(settings, sort_keys=True, default=str)]
     weights = [
         *named_weights(model.module),
         *(("scales", scales) for scales in bitsandbytes_scales(model.module)),
@@ -60,14 +60,14 @@ def weights_digest(model: CausalModel) -> str:
     sums: dict[torch.device, list[Tensor]] = {}
     for name, weight in weights:
         plain = name.replace(".mlp.block.", ".mlp.")  # on whichever GPU it is
-        digest.update(f"{plain} {list(weight.shape)} {weight.dtype}".encode())
+        parts.append(f"{plain} {list(weight.shape)} {weight.dtype}")
         sums.setdefault(weight.device, []).append(checksum(weight))
     # One read for each device; in an order that does not depend on where parameters are.
     arrived = {device: iter(torch.cat(found).cpu().split([len(one) for one in found]))
                for device, found in sums.items()}  # fmt: skip
     for _, weight in weights:
-        digest.update(next(arrived[weight.device]).numpy().tobytes())
-    return digest.hexdigest()[:32]
+        parts.append(next(arrived[weight.device]).numpy().tobytes())
+    return digest(*parts, digits=32)
 
 
 @torch.inference_mode()

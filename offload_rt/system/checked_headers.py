@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any, Self
+
+from offload_rt.system.digests import checksum
 
 CHECKSUMS = "checksums"
 PIECE = "piece_bytes"
@@ -91,7 +92,7 @@ class CheckedHeader:
         self._checksums = memoryview(self._bytes(start, end)).cast("q").tolist()
         if len(self._checksums) != self._first[CHECKSUMS] or self.piece_bytes < 1:
             raise CorruptFile("its checksums are not complete")
-        if self._checksums[0] != zlib.crc32(header):
+        if self._checksums[0] != checksum(header):
             raise CorruptFile("the checksum of its header is wrong")
 
     def _bytes(self, start: int, end: int) -> bytes:
@@ -124,11 +125,11 @@ class CheckedHeader:
             raise CorruptFile(f"{name} is of the type {kind} instead of I32")
         data = self._bytes(begin, end)
         for number, (start, stop) in enumerate(cut(len(data), self.piece_bytes), self._first[name]):
-            self._check_piece(number, zlib.crc32(data[start:stop]), begin + start)
+            self._check_piece(number, checksum(data[start:stop]), begin + start)
         return memoryview(data).cast("i").tolist()
 
-    def _check_piece(self, number: int, checksum: int, offset: int) -> None:
-        if checksum != self._checksums[number]:
+    def _check_piece(self, number: int, found: int, offset: int) -> None:
+        if found != self._checksums[number]:
             raise CorruptFile(f"a checksum is wrong, at byte {offset}")
 
     def _described(self, name: str) -> tuple[str, tuple[int, ...], int, int]:

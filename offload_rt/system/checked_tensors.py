@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor
 
 from offload_rt.system.checked_headers import CHECKSUMS, DTYPES, PIECE, CheckedHeader, cut, pieces_of
+from offload_rt.system.digests import checksum
 
 WORKERS = min(8, os.cpu_count() or 1)
-"""Threads that read and take checksums; a core takes one of 1 to 3 GB a second."""
+"""Threads that read and take checksums, each as fast as a core takes them."""
 _PENDING = 4 * WORKERS
 _DTYPES: dict[str, torch.dtype] = {kind: getattr(torch, name) for kind, (name, _) in DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -65,12 +65,6 @@ def _views(places: Sequence[Tensor]) -> list[memoryview]:
     return [as_bytes(place).numpy().data for place in places if place.numel()]
 
 
-def _checksum(views: Sequence[memoryview], before: int = 0) -> int:
-    for view in views:
-        before = zlib.crc32(view, before)
-    return before
-
-
 def file_bytes(parts: Sequence[Part], about: Mapping[str, str], piece_bytes: int) -> int:
     """Returns the size of a file."""
     return (
@@ -94,13 +88,13 @@ def write_checked(
     """
     header = _header(parts, about, piece_bytes)
     done, total = 0, sum(part.nbytes for part in parts)
-    checksums, pending = [zlib.crc32(header)], deque[Future[int]]()
+    checksums, pending = [checksum(header)], deque[Future[int]]()
     file.write(header)
     with ThreadPoolExecutor(WORKERS) as pool:
         for part in parts:
             for start, end in cut(part.nbytes, piece_bytes):
                 views = _views(part.places(start, end))
-                pending.append(pool.submit(_checksum, views))
+                pending.append(pool.submit(checksum, *views))
                 for view in views:
                     file.write(view)
                 done += end - start
@@ -176,4 +170,4 @@ class CheckedFile(CheckedHeader):
     def _read_piece(self, number: int, places: Sequence[Tensor], offset: int) -> None:
         views = _views(places)
         self._read_into(list(views), offset)
-        self._check_piece(number, _checksum(views), offset)
+        self._check_piece(number, checksum(*views), offset)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from support.bench_setup import SETTINGS, SMALL, bench_main, records, save_pair
 from support.tiny_models import byte_ids, real_text, tiny_target
 from transformers import PreTrainedModel
 
-from bench import COMMANDS, acceptance, model_card, needles, results, study, texts
-from bench.model_card import MODEL_CARD, Sizes, of_change, token_losses, window_of
-from bench.texts import sequence_over, take
+from bench import COMMANDS, results
+from bench.studies import acceptance, model_card, needles, texts
+from bench.studies.model_card import STUDY, Sizes, of_change, token_losses, window_of
+from bench.studies.study import Part, Study
+from bench.studies.texts import sequence_over, take
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.runner import CausalModel
@@ -64,8 +67,10 @@ def test_commands_in_the_documents_parse(monkeypatch: pytest.MonkeyPatch) -> Non
     lines = "\n".join(texts).replace("\\\n", "")
     found = re.findall(r"(?:python -m |')bench ([a-z][^`'\n]*)", lines)
     assert {words.split()[0] for words in found} == set(COMMANDS)
-    for module, _ in COMMANDS.values():
-        monkeypatch.setattr(import_module(f"bench.{module}"), "run", given.append)
+    monkeypatch.setattr(Study, "run", lambda study, arguments: given.append(arguments))
+    for module in (import_module(f"bench.{name}") for name, _ in COMMANDS.values()):
+        if not hasattr(module, "STUDY"):
+            monkeypatch.setattr(module, "run", given.append)
     for words in found:
         known = words.replace(" --shapes …", "").replace("$(RANDOM_ON_CUDA)", "--model random")
         known = known.replace("$(shape)", "shape").replace("$(CUDA_PEERS)", "ours:plain")
@@ -141,8 +146,8 @@ def test_model_card(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     kinds = (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE, acceptance.STREAMING)
-    small = dataclasses.replace(MODEL_CARD, sizes=Sizes(shares=(8,), caches=kinds))
-    monkeypatch.setattr(model_card, "run", small.run)
+    small = dataclasses.replace(STUDY, sizes=Sizes(shares=(8,), caches=kinds))
+    monkeypatch.setattr(model_card, "STUDY", small)
     monkeypatch.setattr(texts.gc, "collect", lambda: 0)  # it takes longer than a tiny model does
     other, out = tmp_path / "other.txt", tmp_path / "card.jsonl"
     other.write_text(real_text()[20_000:23_000], encoding="utf-8")
@@ -175,7 +180,7 @@ def test_model_card(
     assert [(row["cache"], row["context"], row["entries"]) for row in found["acceptance"]] == contexts
     assert all(0 < row["books"] < 1 and 0 < row["needles"] < 1 for row in found["acceptance"])
     page = out.with_suffix(".md").read_text()
-    for part in MODEL_CARD.parts.values():
+    for part in STUDY.parts.values():
         assert f"## {part.title}\n" in page and f"## {part.title}\n" in printed
 
 
@@ -186,7 +191,7 @@ def test_an_interrupt_shows_the_rows_that_there_are(capsys: pytest.CaptureFixtur
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        MODEL_CARD._measured(study.Part(measure), None)
+        STUDY._measured(Part(measure), None)
     assert "| first | 0.500 |" in capsys.readouterr().out
 
 
@@ -279,3 +284,23 @@ def test_table() -> None:
         "| 0.500   |   3 |     – |",
         "| 2.0e-05 | yes | 12.35 |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "parts"),
+    [
+        (
+            "rollback",
+            {"contexts": (64,), "hidden": 256, "drafted": 2, "link": 100.0, "turns": 1},
+            {"ways": 2},
+        ),
+        ("pages", {"context": 600, "rate": 100.0, "queries": (2,), "turns": 1}, {"code": 2, "passes": 1}),
+    ],
+)
+def test_studies_without_texts(
+    name: str, sizes: dict[str, Any], parts: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module(f"bench.{COMMANDS[name][0]}")
+    monkeypatch.setattr(module, "STUDY", dataclasses.replace(module.STUDY, sizes=module.Sizes(**sizes)))
+    assert bench_main(name, "--out", tmp_path / "out.jsonl") == 0
+    assert {one["part"]: len(one["rows"]) for one in records(tmp_path / "out.jsonl")} == parts

@@ -12,8 +12,8 @@ import pytest
 from support.bench_setup import bench_main, records, save_pair
 from support.tiny_models import byte_tokenizer, real_text
 
-from bench import paper
-from bench.paper import PAPER, Sizes, acceptance_of, expected_of
+from bench.studies import paper
+from bench.studies.paper import STUDY, Sizes, acceptance_of, expected_of
 from offload_rt.config.priors import LATER_CHOICES
 from offload_rt.drafting.datastore import build
 
@@ -36,20 +36,20 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[
     given, stored, out = save_pair(folder, layers=5), folder / "store.safetensors", folder / "out.jsonl"
     build([list(real_text().encode()[2000:4000])], byte_tokenizer(), stored)
     sizes = "--context 320 --rate 1 --seeds 2 -n 12"
-    small = dataclasses.replace(PAPER, sizes=Sizes(shapes=SHAPES))
+    small = dataclasses.replace(STUDY, sizes=Sizes(shapes=SHAPES))
     with pytest.MonkeyPatch.context() as fewer:
         for name, values in FEWER.items():
             fewer.setattr(paper, name, values)
-        fewer.setattr(paper, "PAPER", small)
+        fewer.setattr(paper, "STUDY", small)
         assert bench_main("paper", *given, f"--datastore {stored} --out {out}", sizes) == 0
     assert records(out)[0]["datastore"] == "store.safetensors"
     page = out.with_suffix(".md").read_text()
-    assert all(f"## {part.title}\n" in page for part in PAPER.parts.values())
+    assert all(f"## {part.title}\n" in page for part in STUDY.parts.values())
     yield json.loads(out.with_suffix(".summary.json").read_text())
 
 
 def test_every_table_has_its_rows(tables: dict[str, list[dict[str, Any]]]) -> None:
-    assert list(tables) == list(PAPER.parts)
+    assert list(tables) == list(STUDY.parts)
     caches = {row["cache"]: row for row in tables["policies"]}
     assert caches["exact top-k, first layer whole"]["books"] > caches["exact top-k"]["books"] > 0.2
     assert caches["mean keys (TriForce)"]["paper_books"] == 0.9649

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import equal_tokens
 from bench.__main__ import main
+from bench.studies import equal_tokens
 from offload_rt.text.tokenize import common_beginning
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from bench import arguments as args
-from bench.acceptance import CACHES, HEAVY_HITTERS, ROUND, small_caches
-from bench.needles import needle
 from bench.results import Row
-from bench.study import Part, Study
-from bench.texts import Texts
+from bench.studies.acceptance import CACHES, HEAVY_HITTERS, ROUND, small_caches
+from bench.studies.needles import needle
+from bench.studies.study import Part, Study
+from bench.studies.texts import Texts
 from offload_rt.engine.prefill import prefill
 from offload_rt.engine.sequence import TokenSequence
 
@@ -106,26 +106,25 @@ def window_of(prompt: Sequence[int], window: int, beginning: int | None) -> list
     return [*first, *prompt[max(0, len(prompt) - window) + len(first) :]]
 
 
-MODEL_CARD = Study(
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the study's own."""
+    args.add_models(parser, draft=False)
+    args.add_numbers(
+        parser,
+        Sizes,
+        ("context", int, 1024, "tokens of the longest prompt"),
+        ("step", int, 1, "tokens whose mean loss is a row"),
+        ("positions", int, ROUND, "tokens over which acceptance is averaged"),
+        ("seed", int, 0, "of the random passages"),
+    )
+
+
+STUDY = Study(
     note="Columns `paper` are the paper's own figures, for another model.",
     sizes=Sizes(),
     quick={"context": 8192, "step": 1024, "positions": 128},
     minutes=(20, 2),
     opened=Texts.opened,
     parts={"loss": Part(loss), "needle": Part(needle), "acceptance": Part(small_caches)},
+    options=options,
 )
-run = MODEL_CARD.run
-
-
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds the arguments of the command."""
-    args.add_models(parser, draft=False)
-    args.add_numbers(
-        parser,
-        MODEL_CARD.sizes,
-        ("context", int, 1024, "tokens of the longest prompt"),
-        ("step", int, 1, "tokens whose mean loss is a row"),
-        ("positions", int, ROUND, "tokens over which acceptance is averaged"),
-        ("seed", int, 0, "of the random passages"),
-    )
-    MODEL_CARD.add_arguments(parser)

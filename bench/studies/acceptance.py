@@ -17,9 +17,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench import needles
 from bench.results import Row
-from bench.texts import Texts, passed, recompose, take
+from bench.studies import needles
+from bench.studies.texts import Texts, passed, recompose, take
 from cpu_kv import PlainPages
 from offload_rt.attention.backends import fold, folded_mask
 from offload_rt.attention.sums import AttentionSum, Softmax

@@ -11,7 +11,7 @@ from statistics import median, stdev
 from typing import Any
 
 from bench.results import Row
-from bench.texts import Texts
+from bench.studies.texts import Texts
 from cpu_kv import PacedLink
 from offload_rt.api.context import Context
 from offload_rt.api.llm import LLM
@@ -27,7 +27,7 @@ class Continued(Texts):
 
     @property
     def settings(self) -> dict[str, Any]:
-        path = self.arguments.datastore
+        path = getattr(self.arguments, "datastore", None)
         return super().settings | {"datastore": path and Path(path).name}
 
     @property

@@ -5,27 +5,24 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
-from typing import TypeVar
 
 import torch
 import zstandard
 
 from bench import arguments as args
-from bench.continued import Continued
 from bench.results import Row
-from bench.study import Part, Study
+from bench.studies.continued import Continued
+from bench.studies.study import Part, Study, timed
 from cpu_kv.sizes import dtype_name
 from offload_rt.api.context import Context
 from offload_rt.api.llm import LLM
 from offload_rt.sampling.params import SamplingParams
 
-T = TypeVar("T")
 QUESTION = "\n\nWho is Ahab, and what does he want?\n\nAnswer:"
 FIRST = SamplingParams(max_tokens=1, ignore_eos=True)
 ZSTD_LEVEL = 1  # higher ones are slower than a disk, and save a hundredth more
@@ -114,13 +111,6 @@ def _drop_from_page_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Returns the seconds that `work` takes, and its result."""
-    started = perf_counter()
-    result = work()
-    return perf_counter() - started, result
-
-
 def sizes_on_disk(study: Continued) -> Iterator[Row]:
     """Bytes of KV per token on disk, as saved and compressed.
 
@@ -159,31 +149,25 @@ def _compressed(data: torch.Tensor) -> tuple[int, float, float]:
     return len(packed), len(given) / 1e9 / packing, len(given) / 1e9 / unpacking
 
 
-QUESTIONS = Study(
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the study's own."""
+    args.add_models(parser)
+    args.add_numbers(
+        parser,
+        Sizes,
+        ("context", int, 1024, "tokens of the longest document"),
+        ("turns", int, 1, "times that each way is measured"),
+    )
+    folder = "where contexts are saved (default: that of temporary files)"
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help=folder)
+
+
+STUDY = Study(
     note="""Times in seconds, sizes in GB (1e9).""",
     sizes=Sizes(),
     quick={"context": 4096, "divisors": (1,), "turns": 1},
     minutes=(20, 1),
     opened=Continued.opened,
     parts={"first-token": Part(first_token), "sizes": Part(sizes_on_disk)},
+    options=options,
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds the arguments of the command."""
-    args.add_models(parser)
-    args.add_numbers(
-        parser,
-        QUESTIONS.sizes,
-        ("context", int, 1024, "tokens of the longest document"),
-        ("turns", int, 1, "times that each way is measured"),
-    )
-    folder = "where contexts are saved (default: that of temporary files)"
-    parser.add_argument("--folder", type=Path, metavar="FOLDER", help=folder)
-    parser.set_defaults(datastore=None)
-    QUESTIONS.add_arguments(parser)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Measures all parts that are asked for."""
-    QUESTIONS.run(arguments)

@@ -6,14 +6,13 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from bench.results import Row
-from bench.study import Part, Study, elapsed_ms
+from bench.studies.study import Part, Study, Subject, elapsed_ms
 from cpu_kv import KVLayout, PacedLink, TransferCounters
 from offload_rt.api.llm import LLM
 from offload_rt.attention.backends import torch_threads
@@ -25,6 +24,7 @@ from offload_rt.machine.measuring import CPU
 from offload_rt.model.embedded import demo_model
 from offload_rt.model.loading import load_model, load_tokenizer
 from offload_rt.model.passes import PassInput
+from offload_rt.text.tokenize import encode
 
 
 @dataclass(frozen=True)
@@ -45,35 +45,29 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is measured: the embedded models in bfloat16."""
+class DemoPair(Subject):
+    """The embedded models in bfloat16, and the tokens of the demo's text that they read."""
 
     models: dict[str, PreTrainedModel]
-    tokenizer: PreTrainedTokenizerBase
-    sizes: Sizes
-    device: torch.device = CPU
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings that a result states."""
-        return {"dtype": "bfloat16"}
+    prompt: list[int]
 
     @classmethod
-    def opened(cls, arguments: argparse.Namespace, sizes: Sizes) -> Subject:
+    def opened(cls, arguments: argparse.Namespace, sizes: Sizes) -> DemoPair:
         models = {part: load_model(demo_model(part), CPU, torch.bfloat16) for part in ("target", "draft")}
         tokenizer = load_tokenizer(demo_model("target"))
         assert tokenizer is not None
-        return cls(models, tokenizer, sizes)
+        prompt = encode(tokenizer, built_in())[: sizes.context]
+        return cls({"dtype": "bfloat16"}, sizes, models, prompt)
 
     def read(self, part: str, code: str) -> LLM:
         """Opens one of the models over a link, with the text read."""
         link = PacedLink(1e9 * self.sizes.rate)
         llm = LLM.from_models(self.models[part], config="plain", overrides={"store.code": code}, link=link)
-        llm.read(self.tokenizer(built_in())["input_ids"][: self.sizes.context])
+        llm.read(self.prompt)
         return llm
 
 
-def code(subject: Subject) -> Iterator[Row]:
+def code(subject: DemoPair) -> Iterator[Row]:
     """Bits a value, escapes and rates of packing.
 
     Of the KV that a model has of the text. `escapes`: share of the values that the list of a page has. The
@@ -111,7 +105,7 @@ def _packing(layout: KVLayout, layers: list[Tensor], turns: int) -> Row:
     }
 
 
-def passes(subject: Subject) -> Iterator[Row]:
+def passes(subject: DemoPair) -> Iterator[Row]:
     """Milliseconds of a verification over the link, and MB that cross it for each."""
     for queries in subject.sizes.queries:
         row: Row = {"queries": queries}
@@ -154,21 +148,11 @@ def _ms(work: Callable[[], object], turns: int) -> float:
         return median(elapsed_ms(work) for _ in range(turns))
 
 
-PAGES = Study(
+STUDY = Study(
     note="Medians, for the embedded models in bfloat16 on the demo's text.",
     sizes=Sizes(),
     quick={"context": 2048, "turns": 1, "queries": (3,)},
     minutes=(3, 1),
-    opened=Subject.opened,
+    opened=DemoPair.opened,
     parts={"code": Part(code), "passes": Part(passes)},
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds the arguments of the command."""
-    PAGES.add_arguments(parser)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Measures all parts that are asked for."""
-    PAGES.run(arguments)

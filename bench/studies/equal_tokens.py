@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 
 from bench import arguments as args
-from bench.continued import Continued
 from bench.results import Row
-from bench.study import Part, Study
+from bench.studies.continued import Continued
+from bench.studies.study import Part, Study
 from offload_rt.api.llm import LLM
 from offload_rt.sampling.params import SamplingParams
 from offload_rt.text.tokenize import common_beginning
@@ -90,6 +90,19 @@ def gap(study: Continued, tokens: Sequence[int]) -> float:
     return float(first - second)
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the study's own."""
+    args.add_models(parser)
+    args.add_numbers(
+        parser,
+        Sizes,
+        ("context", int, 16, "tokens of a passage"),
+        ("passages", int, 1, "passages of each text"),
+    )
+    about = f"tokens that follow a passage (default: {Sizes.new_tokens})"
+    parser.add_argument("--new-tokens", type=args.number(int, 1), metavar="N", help=about)
+
+
 STUDY = Study(
     note="""Greedy decoding in the model's precision. transformers runs the same weights, with its own
     attention and cache.""",
@@ -98,24 +111,5 @@ STUDY = Study(
     minutes=(10, 1),
     opened=Continued.opened,
     parts={"greedy": Part(greedy)},
+    options=options,
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds the arguments of the command."""
-    args.add_models(parser)
-    args.add_numbers(
-        parser,
-        STUDY.sizes,
-        ("context", int, 16, "tokens of a passage"),
-        ("passages", int, 1, "passages of each text"),
-    )
-    about = f"tokens that follow a passage (default: {STUDY.sizes.new_tokens})"
-    parser.add_argument("--new-tokens", type=args.number(int, 1), metavar="N", help=about)
-    parser.set_defaults(datastore=None)
-    STUDY.add_arguments(parser)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Runs the study."""
-    STUDY.run(arguments)

@@ -9,7 +9,7 @@ from statistics import fmean
 import torch
 
 from bench.results import Row
-from bench.texts import Texts, passed, take
+from bench.studies.texts import Texts, passed, take
 from offload_rt.engine.sequence import TokenSequence
 
 PASSAGE = 32  # random tokens

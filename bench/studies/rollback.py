@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import median
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from bench.random_models import random_prompt
 from bench.results import Row
-from bench.study import Part, Study, elapsed_ms
+from bench.studies.study import Part, Study, Subject, elapsed_ms
 from cpu_kv import Link, PacedLink
 from offload_rt.api.llm import LLM
 from offload_rt.caches.local_history import copied, state_tensors
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.engine.sequence import TokenSequence
-from offload_rt.machine.measuring import CPU
 from offload_rt.model.architecture import cache_argument
 from offload_rt.model.passes import PassInput
 
@@ -46,20 +44,13 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is measured: a model in the manner of Qwen3.5, with random weights."""
+class RandomQwen(Subject):
+    """A model in the manner of Qwen3.5, with random weights."""
 
     model: PreTrainedModel
-    sizes: Sizes
-    device: torch.device = CPU
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings that a result states."""
-        return {"layers": self.model.config.num_hidden_layers}
 
     @classmethod
-    def opened(cls, arguments: argparse.Namespace, sizes: Sizes) -> Subject:
+    def opened(cls, arguments: argparse.Namespace, sizes: Sizes) -> RandomQwen:
         heads = sizes.hidden // 128
         config = AutoConfig.for_model(
             "qwen3_5_text",
@@ -79,10 +70,11 @@ class Subject:
             eos_token_id=None,
         )
         torch.manual_seed(0)
-        return cls(AutoModelForCausalLM.from_config(config).float().eval(), sizes)
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+        return cls({"layers": config.num_hidden_layers}, sizes, model)
 
 
-def ways(subject: Subject) -> Iterator[Row]:
+def ways(subject: RandomQwen) -> Iterator[Row]:
     """Milliseconds that a rejection adds to a round, by what is done about the recurrent states.
 
     `pass`: one verification. `run again`: in the next pass the accepted tokens go through the recurrent
@@ -148,25 +140,15 @@ def _mixers(sequence: TokenSequence, rows: int, step: int) -> None:
         cache.layers[layer] = copied(verified.state)
         mixer = getattr(model.module.model.layers[layer], model.kinds.kinds[layer].mixer)
         for at in range(0, rows, step):
-            mixer(hidden[:, at : at + step], **{cache_argument(mixer.forward): cache})
+            mixer(hidden[:, at : at + step], **{cache_argument(type(mixer).forward): cache})
             copied(cache.layers[layer])
 
 
-ROLLBACK = Study(
+STUDY = Study(
     note="Medians in ms of a model with random weights, shaped like Qwen3.5, in float32.",
     sizes=Sizes(),
     quick={"contexts": (1024,), "hidden": 256, "turns": 1},
     minutes=(4, 1),
-    opened=Subject.opened,
+    opened=RandomQwen.opened,
     parts={"ways": Part(ways)},
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds the arguments of the command."""
-    ROLLBACK.add_arguments(parser)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Measures all parts that are asked for."""
-    ROLLBACK.run(arguments)

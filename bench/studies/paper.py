@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from bench import arguments as args
-from bench import two_devices
-from bench.acceptance import CACHES, small_caches
 from bench.arguments import say
-from bench.continued import BUDGET_SHARE, Continued
 from bench.results import Row
-from bench.study import Part, Study
-from bench.texts import passed, recompose, take
+from bench.studies import two_devices
+from bench.studies.acceptance import CACHES, small_caches
+from bench.studies.continued import BUDGET_SHARE, Continued
+from bench.studies.study import Part, Study
+from bench.studies.texts import passed, recompose, take
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.priors import (
     DRAFT_LENGTHS,
@@ -336,43 +336,44 @@ PARTS = {
     "devices": devices,
     "ceiling": ceilings,
 }
-PAPER = Study(
-    note="""Drafts are sampled. KV is behind a paced link unless a table says otherwise. `over plain` is the
-    speed-up over plain decoding over the same link, `error` the standard error of the tokens per pass over
-    the
-    seeds. Columns `paper` are the papers' own figures, of other models on other machines.""",
-    sizes=Sizes(),
-    quick={"context": 4096, "seeds": 2, "new_tokens": 48, "positions": PROBED},
-    minutes=(60, 5),
-    opened=Continued.opened,
-    parts={name: Part(measure) for name, measure in PARTS.items()},
-)
 
 
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds the arguments of the command."""
+def opened(arguments: argparse.Namespace, sizes: Sizes) -> Continued:
+    """Opens models and texts; a datastore that cannot be drafted from is refused before any work."""
+    if arguments.datastore is not None:
+        config = load_config("lookup", datastore_keys(arguments.datastore))
+        DatastoreLevel(config, LevelConfig("datastore")).source()
+    return Continued.opened(arguments, sizes)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the study's own."""
     args.add_models(parser)
     parser.add_argument("--datastore", metavar="FILE", help="of other texts, for the row REST")
     args.add_numbers(
         parser,
-        PAPER.sizes,
+        Sizes,
         ("context", int, 256, "tokens of the prompt"),
         ("rate", float, 0.01, "of the link, GB/s"),
         ("seeds", int, 1, "continuations of each row"),
         ("temperature", float, 0, "of sampling"),
     )
-    most = f"of each continuation (default: {PAPER.sizes.new_tokens})"
+    most = f"of each continuation (default: {Sizes.new_tokens})"
     parser.add_argument("-n", "--new-tokens", type=args.number(int, 8), metavar="N", help=most)
     kind = args.listed(args.one_of(SHAPES))
     parser.add_argument(
         "--shapes", type=kind, metavar="A,B", help=f"of drafts (default: {args.shown(SHAPES)})"
     )
-    PAPER.add_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measures all parts that are asked for."""
-    if arguments.datastore is not None:
-        config = load_config("lookup", datastore_keys(arguments.datastore))
-        DatastoreLevel(config, LevelConfig("datastore")).source()  # or refuses
-    PAPER.run(arguments)
+STUDY = Study(
+    note="""Drafts are sampled. KV is behind a paced link unless a table says otherwise. `over plain` is the
+    speed-up over plain decoding over the same link, `error` the standard error of the tokens per pass over
+    the seeds. Columns `paper` are the papers' own figures, of other models on other machines.""",
+    sizes=Sizes(),
+    quick={"context": 4096, "seeds": 2, "new_tokens": 48, "positions": PROBED},
+    minutes=(60, 5),
+    opened=opened,
+    parts={name: Part(measure) for name, measure in PARTS.items()},
+    options=options,
+)

@@ -5,21 +5,45 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from bench import arguments as args
 from bench.arguments import say
 from bench.results import Results, Row, table
+from offload_rt.machine.measuring import CPU
+
+T = TypeVar("T")
+
+
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Returns the seconds that `work` takes, and its result."""
+    started = perf_counter()
+    result = work()
+    return perf_counter() - started, result
 
 
 def elapsed_ms(work: Callable[[], object]) -> float:
-    """Returns the time that `work` takes."""
-    started = perf_counter()
-    work()
-    return 1e3 * (perf_counter() - started)
+    """Returns the milliseconds that `work` takes."""
+    return 1e3 * timed(work)[0]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the parts of a study measure on the CPU.
+
+    Attributes:
+        settings: that a result states.
+        sizes: of the study.
+    """
+
+    settings: Row
+    sizes: Any
+    device: torch.device = field(default=CPU, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -54,6 +78,7 @@ class Study:
         opened: opens what the parts measure, given arguments and sizes; the result has a `device` and
             `settings`.
         parts: by name.
+        options: adds arguments of the study's own.
     """
 
     note: str
@@ -62,9 +87,11 @@ class Study:
     minutes: tuple[int, int]
     opened: Callable[[argparse.Namespace, Any], Any]
     parts: Mapping[str, Part]
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Adds `--parts` and the arguments for output."""
+    def add_arguments(self, parser: argparse.ArgumentParser, name: str) -> None:
+        """Adds the arguments of the command."""
+        self.options(parser)
         names = tuple(self.parts)
         about = f"of {', '.join(names)} (default: all)"
         kind = args.listed(args.one_of(names))
