@@ -108,8 +108,8 @@ _NO_WINDOW = {"sliding_window": None}
 _OVERRIDES = {
     "speculation.levels": ["lookup", "target:streaming"],
     "speculation.step_down": False,
-    "draft.sinks": 4,
-    "draft.window": 12,
+    "streaming.sinks": 4,
+    "streaming.window": 12,
 }
 
 _PAGE = """# Architectures

@@ -141,7 +141,7 @@ def small_cache(sequence: TokenSequence, kind: str, budget: int) -> Cache:
         "retrieval.recent": min(retrieval.recent, budget // 4),
     }
     keys |= {"retrieval.chunk": retrieval.chunk, "retrieval.refresh": "every"}
-    keys |= {"draft.sinks": SINKS, "draft.window": budget - SINKS, "offload.refresh_from": "store"}
+    keys |= {"streaming.sinks": SINKS, "streaming.window": budget - SINKS, "offload.refresh_from": "store"}
     recompose(sequence, load_config("retrieval", keys | CACHES[kind]))
     if CACHES[kind] is PLAIN:
         return ExactTopKCache(full, budget, whole=int(kind == TOP_K_FIRST_WHOLE))

@@ -30,6 +30,9 @@ _KEYS = {
     for key, expected in get_type_hints(kind, include_extras=True).items()
 }
 
+_FORMER_SECTIONS = {"draft": "streaming"}
+"""Sections by the names that they had before, which files and programs may still use."""
+
 
 def config_names() -> list[str]:
     """Returns the names of the configs that ship with the package, sorted."""
@@ -56,6 +59,7 @@ def read_config(
         )
     path = _config_path(str(name_or_path))
     stated = _read_toml(path)
+    overrides = {_present_key(key): value for key, value in overrides.items()}
     sources = {**dict.fromkeys(stated, str(path)), **dict.fromkeys(overrides, "override")}
     try:
         sections: dict[str, dict[str, object]] = {name: {} for name in _SECTIONS}
@@ -71,6 +75,12 @@ def read_config(
         return config
     except InvalidValue as error:
         raise UsageError(_blamed(error, sources)) from None
+
+
+def _present_key(key: object) -> str:
+    """Returns a key by the name that its section has now."""
+    section, dot, name = str(key).partition(".")
+    return f"{_FORMER_SECTIONS.get(section, section)}{dot}{name}"
 
 
 def _blamed(error: InvalidValue, sources: Mapping[str, str]) -> str:
@@ -130,11 +140,12 @@ def _config_path(name_or_path: str) -> Path:
 def _read_toml(path: Path) -> dict[str, object]:
     """Reads a config; returns its values by full key."""
     values: dict[str, object] = {}
-    for section, table in read_tables(path).items():
+    for written, table in read_tables(path).items():
+        section = _FORMER_SECTIONS.get(written, written)
         if section not in _SECTIONS:
             raise UsageError(f"{path}: unknown section {section}{nearest(section, _SECTIONS)}")
         if not isinstance(table, dict):
-            raise UsageError(f"{path}: {section} = {shown(table)}: must be a table, [{section}]")
+            raise UsageError(f"{path}: {written} = {shown(table)}: must be a table, [{section}]")
         values.update({f"{section}.{key}": value for key, value in table.items()})
     return values
 

@@ -197,7 +197,7 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True)
-class DraftConfig:
+class StreamingConfig:
     """Entries kept by streaming caches."""
 
     sinks: Annotated[int, 0, MOST_ENTRIES] = 16  # the first tokens
@@ -293,7 +293,7 @@ class Config:
     name: str
     retrieval: RetrievalConfig
     speculation: SpeculationConfig
-    draft: DraftConfig
+    streaming: StreamingConfig
     head: HeadConfig
     lookup: LookupConfig
     datastore: DatastoreConfig

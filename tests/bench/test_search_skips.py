@@ -100,7 +100,7 @@ def test_a_configuration_is_written_as_it_is_read(name: str, tmp_path: Path) -> 
     level = {"model": "target", "cache": "retrieved", "layers": "skip:1a", "calibrate": False}
     changes: dict[str, object] = {
         "retrieval.refresh": "acceptance:0.5",
-        "draft.window": 100,
+        "streaming.window": 100,
         "speculation.step_down": False,
         "datastore.path": 'a "path"\\with ü, 🐋, \x7f,\n\t and \x01.safetensors',
         "offload.refresh_from": "store",

@@ -269,8 +269,8 @@ def test_the_output_has_the_distribution_of_the_target(
     overrides = SIZES | {
         "speculation.levels": [level | {"draft": shape}],
         "speculation.gamma2": 2,
-        "draft.sinks": 1,
-        "draft.window": 3,
+        "streaming.sinks": 1,
+        "streaming.window": 3,
     }
     given: list[Draws] = []
     monkeypatch.setattr(api, "GeneratorDraws", lambda seed, device: given[-1])

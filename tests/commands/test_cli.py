@@ -212,7 +212,7 @@ def test_what_is_asked_of_the_runtime(llm: type[FakeLLM], run: Run) -> None:
         " --temperature 0.5 --top-p 0.9 --top-k 3 --min-p 0.1 --repetition-penalty 1.2"
         " --presence-penalty -1 --frequency-penalty 0.5 --seed 1 --stop x --stop yz --ignore-eos"
         " --device cpu --dtype float32 --retrieval-budget 512 --chunk-size 16 --gamma1 3 --gamma2 4"
-        " --refresh stride:2 --set draft.window=100 --set retrieval.budget=1024"
+        " --refresh stride:2 --set streaming.window=100 --set retrieval.budget=1024"
         """ --json-schema '{"enum": [1]}'"""
     )
     made = llm.made
@@ -224,7 +224,7 @@ def test_what_is_asked_of_the_runtime(llm: type[FakeLLM], run: Run) -> None:
         "speculation.gamma1": 3,
         "speculation.gamma2": 4,
         "retrieval.refresh": "stride:2",
-        "draft.window": 100,
+        "streaming.window": 100,
     }
     assert made.prompt == [ord("b"), ord("c")]
     assert vars(made.params) == {

@@ -64,6 +64,15 @@ def test_defaults_and_what_triforce_states(tmp_path: Path) -> None:
         assert (speculation.gamma1, speculation.gamma2, speculation.step_down) == (2, 0, True)
 
 
+def test_former_names_of_sections_still_work(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text('[speculation]\nlevels = ["target:streaming"]\n[draft]\nsinks = 8\nwindow = 100\n')
+    config = load_config(str(file), {"draft.window": 50})
+    assert (config.streaming.sinks, config.streaming.window) == (8, 50)
+    with pytest.raises(UsageError, match="unknown key streaming.size"):
+        load_config(str(file), {"draft.size": 50})
+
+
 def test_a_file_is_named_by_its_stem_and_overrides_win(tmp_path: Path) -> None:
     config = written(
         tmp_path,
@@ -118,8 +127,8 @@ def written(folder: Path, text: str | bytes, overrides: dict[str, object]) -> Co
         ("speculation.gamma2", -3, ["= -3", "at least 0"]),
         ("speculation.gamma2", 10**8, ["= 100000000", "at most 1024"]),
         ("speculation.step_down", 1, ["= 1", "true or false"]),
-        ("draft.sinks", -1, ["= -1", "at least 0"]),
-        ("draft.window", 0, ["= 0", "at least 1"]),
+        ("streaming.sinks", -1, ["= -1", "at least 0"]),
+        ("streaming.window", 0, ["= 0", "at least 1"]),
         ("lookup.min_ngram", 0, ["= 0", "at least 1"]),
         ("lookup.max_ngram", 0, ["= 0", "lookup.min_ngram = 1"]),
         ("lookup.max_ngram", 65, ["= 65", "at most 64"]),

@@ -180,7 +180,12 @@ def test_what_most_occurrences_say_is_merged(store: Path) -> None:
     wrong = [[*prompt[-4:], 0, at] for at in range(3)]
     build([*wrong, *5 * [prompt[-20:] + plain]], tokenizer, store)
     levels = [{"model": "target", "cache": "streaming", "merge": "datastore"}]
-    small: dict[str, object] = {"draft.sinks": 0, "draft.window": 8, "store.page": 16, "offload.ahead": 2}
+    small: dict[str, object] = {
+        "streaming.sinks": 0,
+        "streaming.window": 8,
+        "store.page": 16,
+        "offload.ahead": 2,
+    }
     small |= {"store.slab_tokens": 64, "store.segment_bytes": 16384}
     settings = SMALL | small | {"speculation.levels": levels, "datastore.path": str(store)}
     with LLM.from_models(target, None, tokenizer, "plain", settings, link=PacedLink(1e9)) as llm:

@@ -70,7 +70,7 @@ def test_tokens_drawn_from_nan_are_refused(bad: int | None) -> None:
     assert whole.known == [7, 8, 9]
 
 
-SIZES = ENGINE | {"draft.window": 252, "speculation.gamma2": 3}
+SIZES = ENGINE | {"streaming.window": 252, "speculation.gamma2": 3}
 
 
 class Setting:
@@ -227,7 +227,7 @@ def test_greedy_siblings_differ_where_tokens_are_equally_likely() -> None:
         assert len(set(tokens)) == 4 and all(row[token] == 2.0 for token in tokens)
 
 
-NAN = SIZES | {"draft.window": 28, "speculation.gamma2": 4}
+NAN = SIZES | {"streaming.window": 28, "speculation.gamma2": 4}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -70,7 +70,7 @@ def check(arch: str, prompt: Sequence[int], found: Sequence[int]) -> None:
 
 def open_llm(arch: str, config: str = "triforce", *, link: bool = False, **overrides: object) -> LLM:
     given = engine_overrides(ahead=2) if link else SIZES
-    given = given | {"prefill.chunk": 40, "draft.window": 12, "speculation.gamma1": 2} | overrides
+    given = given | {"prefill.chunk": 40, "streaming.window": 12, "speculation.gamma1": 2} | overrides
     return LLM.from_models(*pair(arch), config=config, overrides=given, link=PacedLink(1e9) if link else None)
 
 
@@ -364,7 +364,7 @@ def test_what_an_owner_has_put_in_the_place_of_a_mixers_forward_stays() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", ["gemma3", "qwen3.5"])
 def test_tokens_over_tiers_of_a_gpu(arch: str) -> None:
-    given = engine_overrides(resident_tokens=2 * PAGE, cpu_tokens=PAGE, ahead=2) | {"draft.window": 12}
+    given = engine_overrides(resident_tokens=2 * PAGE, cpu_tokens=PAGE, ahead=2) | {"streaming.window": 12}
     target, draft = (model.to(CUDA) for model in map(deepcopy, pair(arch)))
     with LLM.from_models(target, draft, config="triforce", overrides=given, link=link_to(CUDA)) as llm:
         context = llm.read(TEXT[:100])

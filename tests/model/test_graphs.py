@@ -443,8 +443,8 @@ SMALL = {
     "retrieval.budget": 64,
     "retrieval.recent": 16,
     "retrieval.refresh": "stride:9",
-    "draft.sinks": 4,
-    "draft.window": 28,
+    "streaming.sinks": 4,
+    "streaming.window": 28,
     "speculation.gamma2": 5,
     "speculation.step_down": False,
 }
@@ -461,7 +461,7 @@ def test_what_recurs_is_recorded_before_the_first_pass(
     monkeypatch.setattr("offload_rt.engine.engine.choose_backend", lambda device: TorchCpuBackend())
     monkeypatch.setattr(GraphedModel, "RARE", 12)  # as often a draft may go on from another's outcome
     target, params = tiny_target("llama-gqa"), SamplingParams(temperature=0.7, seed=1, max_tokens=24)
-    sizes = SMALL | {"draft.window": 60}  # too long to be recorded where the prompt is read
+    sizes = SMALL | {"streaming.window": 60}  # too long to be recorded where the prompt is read
     prompts = [byte_ids(300, start=start) for start in (0, 100)]
 
     def opened() -> LLM:

@@ -12,7 +12,7 @@ from offload_rt.model.runner import CausalModel
 
 NEW = 12
 PARAMS = SamplingParams(max_tokens=NEW)
-SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
+SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "streaming.sinks": 4, "streaming.window": 28}
 
 
 @pytest.mark.parametrize("length", [LONGROPE_BORDER - NEW, LONGROPE_BORDER + 1])
@@ -65,7 +65,7 @@ def test_a_drafts_frequencies_are_those_of_its_window() -> None:
     prompt = byte_ids(LONGROPE_BORDER + 40)
     accepted = []
     for window in (200, LONGROPE_BORDER + 100):
-        sizes = SMALL | {"draft.window": window, "speculation.step_down": False}
+        sizes = SMALL | {"streaming.window": window, "speculation.step_down": False}
         with LLM.from_models(target, target, config="naive", overrides=sizes) as llm:
             accepted.append(llm.generate(prompt, PARAMS).timings)
     # A window that holds the whole sequence makes the model its own perfect draft.

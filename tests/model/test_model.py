@@ -34,7 +34,7 @@ from offload_rt.model.passes import PassInput
 from offload_rt.model.runner import CausalModel, NotANumber
 
 SHORT = SamplingParams(max_tokens=12)
-SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "draft.sinks": 4, "draft.window": 28}
+SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "streaming.sinks": 4, "streaming.window": 28}
 
 
 def other(model_type: str, **settings: Any) -> PreTrainedModel:

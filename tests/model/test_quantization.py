@@ -42,8 +42,8 @@ from offload_rt.system.installation import install_extra
 CPU = torch.device("cpu")
 PROMPT, PARAMS = byte_ids(150), SamplingParams(max_tokens=30)
 SIZES: dict[str, object] = {
-    "draft.sinks": 4,
-    "draft.window": 60,
+    "streaming.sinks": 4,
+    "streaming.window": 60,
     "retrieval.budget": 64,
     "retrieval.recent": 16,
     "speculation.gamma2": 4,

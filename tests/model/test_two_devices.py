@@ -210,7 +210,7 @@ def test_kv_is_exact_on_both_devices_after_calibration(deep: PreTrainedModel, sm
     """All but what the newest draft left."""
     level = {"model": "draft", "cache": "streaming", "layers": "groups:3"}
     overrides = engine_overrides(ahead=0) | {"speculation.levels": [level], "offload.group_devices": 2}
-    overrides |= {"draft.sinks": 0, "draft.window": 200}
+    overrides |= {"streaming.sinks": 0, "streaming.window": 200}
     links: dict[str, Any] = {"link": link_to(CPU), "other_links": [link_to(CPU)]}
     with LLM.from_models(deep, small, config="retrieval", overrides=overrides, **links) as llm:
         tokens = llm.read(PROMPT)

@@ -18,7 +18,7 @@ from offload_rt.model.layer_order import LayerOrder
 
 PARAMS = SamplingParams(max_tokens=16)
 DEPTH = 3
-EVERYTHING = {"retrieval.budget": 512, "draft.window": 512}
+EVERYTHING = {"retrieval.budget": 512, "streaming.window": 512}
 """Every cache holds the whole text."""
 
 Tables = list[dict[str, object]]

@@ -85,8 +85,8 @@ def results(target: PreTrainedModel, draft: PreTrainedModel) -> list[GenerationR
         "retrieval.budget": BUDGET,
         "retrieval.chunk": 4,
         "retrieval.recent": 4,
-        "draft.sinks": 2,
-        "draft.window": 14,
+        "streaming.sinks": 2,
+        "streaming.window": 14,
         # Finds in a text of so few tokens would leave the small model nothing to draw.
         "speculation.levels": ["draft:streaming", "target:retrieved"],
         "speculation.gamma1": 2,

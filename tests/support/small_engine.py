@@ -24,8 +24,8 @@ PAGE = 16
 SIZES: dict[str, object] = {
     "retrieval.budget": 64,
     "retrieval.recent": 16,
-    "draft.sinks": 4,
-    "draft.window": 60,
+    "streaming.sinks": 4,
+    "streaming.window": 60,
     "speculation.gamma2": 5,
     "speculation.step_down": False,
     "store.page": PAGE,

@@ -220,19 +220,19 @@ class WindowLevel(ModelLevel):
 
     @property
     def _window(self) -> int:
-        return self.config.draft.sinks + self.config.draft.window
+        return self.config.streaming.sinks + self.config.streaming.window
 
     def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
         from offload_rt.attention.backends import choose_backend
         from offload_rt.caches.local import LocalState
         from offload_rt.caches.streaming import StreamingCache
 
-        draft, full, device = self.config.draft, resources.full, model.rotary_frequencies.device
+        kept, full, device = self.config.streaming, resources.full, model.rotary_frequencies.device
         return StreamingCache(
             model.kv_layout(),
             model.rotary_frequencies,
-            sinks=draft.sinks,
-            window=draft.window,
+            sinks=kept.sinks,
+            window=kept.window,
             backend=full.backend if device == full.device else choose_backend(device),
             source=full if self.of_target else None,
             pool=resources.pool,
