@@ -152,7 +152,7 @@ def rate(
         overrides |= {"speculation.levels": levels, "speculation.step_down": False}
     result = context.generate((), replace(params, seed=seed), config, overrides)
     context.rewind(result.prompt_tokens)
-    return result.timings.predicted_per_second
+    return result.timings.tokens_per_second
 
 
 def search(layers: int, rate: Rate, seeds: Iterator[int]) -> Iterator[list[str]]:

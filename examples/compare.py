@@ -16,5 +16,5 @@ with LLM(config="triforce") as llm:
     book.rewind(result.prompt_tokens)
     plain = book.generate(params=params, config="plain")  # over the KV that is already in memory
 
-ratio = result.timings.predicted_per_second / plain.timings.predicted_per_second
+ratio = result.timings.tokens_per_second / plain.timings.tokens_per_second
 print(f"{ratio:.2f} times as fast as plain decoding; tokens equal: {result.tokens == plain.tokens}")

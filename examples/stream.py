@@ -14,4 +14,4 @@ with LLM() as llm:  # the embedded models; LLM("path/to/target", draft="path/to/
     stream = llm.stream(prompt, params)
     for event in stream:
         print(event.text, end="", flush=True)
-    print(f"\n{stream.result.timings.predicted_per_second:.1f} tokens/s")
+    print(f"\n{stream.result.timings.tokens_per_second:.1f} tokens/s")

@@ -76,20 +76,20 @@ class Continued(Texts):
         results = [continued(context, one, config, overrides) for one in each]
         yields = [len(one.tokens) / one.rounds for one in results]
         rounds = sum(one.rounds for one in results)
-        proposed = sum(one.timings.draft_n for one in results)
+        proposed = sum(one.timings.drafted_tokens for one in results)
         return {
             "tokens_per_pass": sum(len(one.tokens) for one in results) / rounds,
             "error": stdev(yields) / len(yields) ** 0.5 if len(yields) > 1 else None,
             "proposed_per_pass": proposed / rounds,
-            "accepted": sum(one.timings.draft_n_accepted for one in results) / max(1, proposed),
+            "accepted": sum(one.timings.accepted_tokens for one in results) / max(1, proposed),
             "draft_ms_per_pass": sum(one.levels[0].ms for one in results) / rounds,
-            "ms_per_token": median(1e3 / one.timings.predicted_per_second for one in results),
+            "ms_per_token": median(1e3 / one.timings.tokens_per_second for one in results),
         }
 
     def plain_ms(self, context: Context) -> float:
         """Milliseconds per token of plain decoding."""
         params = SamplingParams(max_tokens=PLAIN_TOKENS, ignore_eos=True)
-        return 1e3 / continued(context, params, "plain", self.keys()).timings.predicted_per_second
+        return 1e3 / continued(context, params, "plain", self.keys()).timings.tokens_per_second
 
 
 def continued(

@@ -85,7 +85,7 @@ class Ours:
         proposed = {name: sum(one.proposed for one in of) for name, of in levels.items()}
         return Run(
             tokens,
-            max(one.timings.predicted_ms for one in done),
+            max(one.timings.decode_ms for one in done),
             len(tokens),
             max(one.rounds for one in done),
             {

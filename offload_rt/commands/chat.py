@@ -138,10 +138,10 @@ class Conversation:
             self._say("note       ended before an answer: the question is taken back")
             return 0 if status == INTERRUPTED else status
         timings = result.timings
-        read = min(timings.prompt_n, result.prompt_tokens)
+        read = min(timings.prefill_tokens, result.prompt_tokens)
         self._say(
-            f"answered   {len(result.tokens)} tokens, {timings.predicted_per_second:.1f} tokens/s; read"
-            f" {read:,} of {result.prompt_tokens:,} tokens in {timings.prompt_ms / 1e3:.1f} s"
+            f"answered   {len(result.tokens)} tokens, {timings.tokens_per_second:.1f} tokens/s; read"
+            f" {read:,} of {result.prompt_tokens:,} tokens in {timings.prefill_ms / 1e3:.1f} s"
         )
         return 0 if status == INTERRUPTED else status
 

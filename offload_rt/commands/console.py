@@ -177,13 +177,13 @@ class Console:
     def summary(self, result: GenerationResult) -> None:
         """Prints the statistics of a generation: times, rounds, memory, notices."""
         timings, memory = result.timings, result.memory
-        prompt_s = timings.prompt_ms / 1e3
-        rate = f" ({timings.prompt_n / prompt_s:,.0f} tokens/s)" if prompt_s else ""
+        prompt_s = timings.prefill_ms / 1e3
+        rate = f" ({timings.prefill_tokens / prompt_s:,.0f} tokens/s)" if prompt_s else ""
         self.say(f"prompt     {result.prompt_tokens:,} tokens, prefill {prompt_s:.1f} s{rate}")
         speed = ""
-        if timings.predicted_n:
-            per_token = timings.predicted_ms / timings.predicted_n
-            speed = f", {per_token:.1f} ms/token, {timings.predicted_per_second:.1f} tokens/s"
+        if timings.new_tokens:
+            per_token = timings.decode_ms / timings.new_tokens
+            speed = f", {per_token:.1f} ms/token, {timings.tokens_per_second:.1f} tokens/s"
         self.say(
             f"generated  {len(result.tokens)} tokens{speed}; finish: {result.finish_reason};"
             f" seed {result.seed}"
@@ -209,10 +209,10 @@ class Console:
 
         A plan with the rates of a usual desktop, before this machine is measured, is not compared.
         """
-        tokens = result.timings.predicted_n
+        tokens = result.timings.new_tokens
         if plan is None or not plan.request.hardware.measured or tokens < COMPARABLE_TOKENS:
             return
-        measured = result.timings.predicted_ms / tokens
+        measured = result.timings.decode_ms / tokens
         ratio = measured / plan.ms_per_token
         if 1 / FAR_FROM_PLAN <= ratio <= FAR_FROM_PLAN:
             return

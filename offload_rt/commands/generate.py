@@ -261,12 +261,12 @@ def _compare(
     verdict = tokens_verdict(result, plain, params)
     console.say(f"compared   {ratio:.2f} times as fast as plain decoding; {verdict}")
     equal = result.tokens == plain.tokens
-    return {"predicted_ms": plain.timings.predicted_ms, "ratio": ratio, "tokens_equal": equal}
+    return {"decode_ms": plain.timings.decode_ms, "ratio": ratio, "tokens_equal": equal}
 
 
 def ms_per_token(result: GenerationResult) -> float:
     """Returns the mean time per decoded token, in ms."""
-    return result.timings.predicted_ms / max(result.timings.predicted_n, 1)
+    return result.timings.decode_ms / max(result.timings.new_tokens, 1)
 
 
 def tokens_verdict(result: GenerationResult, plain: GenerationResult, params: SamplingParams) -> str:

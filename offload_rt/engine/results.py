@@ -29,15 +29,20 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class Timings:
-    """Token counts, and times in ms: of the prompt, of generation, and of drafts proposed to the target."""
+    """Token counts and measured times: of the prefill, of decoding, and of drafts that the target verified.
 
-    prompt_n: int = 0
-    prompt_ms: float = 0.0
-    predicted_n: int = 0
-    predicted_ms: float = 0.0
-    predicted_per_second: float = 0.0
-    draft_n: int = 0
-    draft_n_accepted: int = 0
+    Attributes:
+        prefill_tokens: tokens of the prompt that were computed; others were there.
+        new_tokens: generated tokens.
+    """
+
+    prefill_tokens: int = 0
+    prefill_ms: float = 0.0
+    new_tokens: int = 0
+    decode_ms: float = 0.0
+    tokens_per_second: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)

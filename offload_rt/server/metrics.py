@@ -39,10 +39,10 @@ class Metrics:
     def generated(self, result: GenerationResult) -> None:
         """Counts a generation."""
         timings = result.timings
-        self.generated_tokens += timings.predicted_n
-        self.drafted_tokens += timings.draft_n
-        self.accepted_tokens += timings.draft_n_accepted
-        self.decode_seconds += timings.predicted_ms / 1e3
+        self.generated_tokens += timings.new_tokens
+        self.drafted_tokens += timings.drafted_tokens
+        self.accepted_tokens += timings.accepted_tokens
+        self.decode_seconds += timings.decode_ms / 1e3
 
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
         """Returns everything in Prometheus' text format.

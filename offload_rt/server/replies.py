@@ -6,7 +6,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -218,4 +217,14 @@ def usage(finished: Sequence[Finished], prompts: int = 1) -> Json:
 
 def timings(finished: Finished) -> Json:
     """Returns llama.cpp's `timings` of a generation."""
-    return asdict(finished.result.timings) | {"cache_n": finished.cached}
+    measured = finished.result.timings
+    return {
+        "prompt_n": measured.prefill_tokens,
+        "prompt_ms": measured.prefill_ms,
+        "predicted_n": measured.new_tokens,
+        "predicted_ms": measured.decode_ms,
+        "predicted_per_second": measured.tokens_per_second,
+        "draft_n": measured.drafted_tokens,
+        "draft_n_accepted": measured.accepted_tokens,
+        "cache_n": finished.cached,
+    }

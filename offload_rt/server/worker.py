@@ -307,9 +307,9 @@ def _described(result: GenerationResult, cached: int) -> str:
     """Returns a line about a generation."""
     timings = result.timings
     line = f"request    {result.prompt_tokens:,} prompt tokens ({cached:,} were there), read in"
-    line += f" {timings.prompt_ms / 1e3:.1f} s; {timings.predicted_n} generated"
-    if timings.predicted_n:
-        line += f" at {timings.predicted_per_second:.1f} tokens/s"
-    if timings.draft_n:
-        line += f", {timings.draft_n_accepted / timings.draft_n:.0%} of drafts accepted"
+    line += f" {timings.prefill_ms / 1e3:.1f} s; {timings.new_tokens} generated"
+    if timings.new_tokens:
+        line += f" at {timings.tokens_per_second:.1f} tokens/s"
+    if timings.drafted_tokens:
+        line += f", {timings.accepted_tokens / timings.drafted_tokens:.0%} of drafts accepted"
     return f"{line}; {result.finish_reason}"

@@ -259,7 +259,7 @@ def test_a_seed_repeats_its_tokens_whatever_the_clock_says(
     params = SamplingParams(temperature=1.0, top_p=0.95, max_tokens=60, seed=11)
     expected = make(config, step_down=True).generate(PROMPT, params)
     if config != "plain":
-        assert expected.timings.draft_n > 0
+        assert expected.timings.drafted_tokens > 0
     for load in (1, 2):
         source = random.Random(load)
         now = 0.0
@@ -291,8 +291,8 @@ FIELDS = {
         "finish_reason", "timings", "rounds", "levels", "transfer", "memory",
     },
     "timings": {
-        "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second", "draft_n",
-        "draft_n_accepted",
+        "prefill_tokens", "prefill_ms", "new_tokens", "decode_ms", "tokens_per_second", "drafted_tokens",
+        "accepted_tokens",
     },
     "transfer": {"bytes_to_device", "bytes_to_host", "wait_ms"},
     "memory": {"kv_bytes", "kv_reserved_bytes", "host_peak_bytes", "device_peak_bytes"},
@@ -305,12 +305,13 @@ def test_a_result_and_its_json(make: Any) -> None:
     assert {name: set(values[name] if name else values) for name in FIELDS} == FIELDS
     assert [set(level) for level in values["levels"]] == [{"name", "proposed", "accepted", "ms"}] * 3
     assert [level.name for level in result.levels] == ["draft:streaming", "target:retrieved", "target:full"]
-    assert result.prompt_tokens == result.timings.prompt_n == 100
-    assert result.timings.predicted_n == len(result.tokens) == 60
+    assert result.prompt_tokens == result.timings.prefill_tokens == 100
+    assert result.timings.new_tokens == len(result.tokens) == 60
     assert (result.config, result.device, result.dtype) == ("triforce", "cpu", "float32")
     assert result.draft is not None
     draft, middle, top = result.levels
-    assert (middle.proposed, middle.accepted) == (result.timings.draft_n, result.timings.draft_n_accepted)
+    measured = result.timings
+    assert (middle.proposed, middle.accepted) == (measured.drafted_tokens, measured.accepted_tokens)
     assert (top.proposed, top.accepted, top.rounds) == (0, 0, result.rounds)
     assert 0 < draft.accepted < draft.proposed and 0 < middle.accepted < middle.proposed
     # KV of everything but what was emitted last; it is reserved in whole pages.

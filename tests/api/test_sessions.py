@@ -99,7 +99,7 @@ def test_a_prompt_is_read_on_from_the_longest_file_that_fits(llm: LLM, tmp_path:
         context, found = folder.open(llm, prompt, 10)
         assert found == there
         result = context.generate((), NEXT)
-        assert result.tokens == fresh(llm, prompt) and result.timings.prompt_n == len(prompt) - there
+        assert result.tokens == fresh(llm, prompt) and result.timings.prefill_tokens == len(prompt) - there
         assert (kept.stat().st_mtime > 10) == (there in (100, 70))
         context.close()
     with pytest.raises(UsageError, match="was saved by another model"):
@@ -360,7 +360,7 @@ def test_generate_reads_on_from_a_session(tmp_path: Path, capsys: pytest.Capture
     assert names(cache) == ["book.safetensors"]
     assert generate("--prompt-file", str(book), *flags) == 0
     second = capsys.readouterr()
-    assert second.out == first.out and json.loads(report.read_text())["timings"]["prompt_n"] == 0
+    assert second.out == first.out and json.loads(report.read_text())["timings"]["prefill_tokens"] == 0
     assert f"session    book: {tokens:,} of {tokens:,} tokens were there" in second.err
     assert cli.main(["sessions", "list", "--cache", str(cache), "--json", str(report)]) == 0
     assert f"{tokens + 4:,} tokens" in capsys.readouterr().out

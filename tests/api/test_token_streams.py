@@ -38,9 +38,9 @@ def test_every_end_of_a_stream(
 
     events, result = streamed(PARAMS)
     assert (result.tokens, result.text, result.finish_reason) == (plain_tokens, text, "length")
-    assert sum(event.from_draft for event in events) == result.timings.draft_n_accepted
+    assert sum(event.from_draft for event in events) == result.timings.accepted_tokens
     # Each round ends with a token of the target's own.
-    assert result.rounds + result.timings.draft_n_accepted == 60
+    assert result.rounds + result.timings.accepted_tokens == 60
     for taken in (0, 4):
         _, result = streamed(PARAMS, taken)
         assert (result.tokens, result.finish_reason) == (plain_tokens[:taken], "interrupted")
@@ -95,7 +95,7 @@ def test_the_time_between_steps_does_not_count(make: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(clock, "now", lambda: now)
     for _ in (stream := make("triforce").stream(PROMPT, PARAMS)):
         now += 100.0
-    assert stream.result.timings.predicted_ms == 1e3 * stream.result.rounds
+    assert stream.result.timings.decode_ms == 1e3 * stream.result.rounds
 
 
 def test_threads_take_turns(make: Any, plain_tokens: list[int]) -> None:

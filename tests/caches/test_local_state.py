@@ -282,7 +282,7 @@ def test_the_output_has_the_distribution_of_the_target(
             result = context.generate((), SamplingParams(temperature=1.0, max_tokens=count))
             context.rewind(len(prompt))
             timings = result.timings
-            drafted.update(accepted=timings.draft_n_accepted, proposed=timings.draft_n)
+            drafted.update(accepted=timings.accepted_tokens, proposed=timings.drafted_tokens)
             return tuple(result.tokens)
 
         found = outcome_probs(run)

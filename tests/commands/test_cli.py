@@ -69,12 +69,12 @@ class FakeLLM:
 
     def result(self, made: int, finish_reason: str, decoding_ms: float = 8.0) -> SimpleNamespace:
         tokens, prompt = list(range(made)), len(self.prompt)
-        rate = {"predicted_n": 4, "predicted_ms": decoding_ms, "predicted_per_second": 500.0}
+        rate = {"new_tokens": 4, "decode_ms": decoding_ms, "tokens_per_second": 500.0}
         return SimpleNamespace(
             tokens=tokens,
             text="".join(WORDS[:made]) + " (held)" * (finish_reason == "interrupted"),
             finish_reason=finish_reason,
-            timings=SimpleNamespace(prompt_n=prompt, prompt_ms=500.0, **rate),
+            timings=SimpleNamespace(prefill_tokens=prompt, prefill_ms=500.0, **rate),
             rounds=2,
             levels=[
                 SimpleNamespace(name="draft:streaming", proposed=0, accepted=0),
@@ -465,7 +465,7 @@ def test_json_and_the_comparison(run: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.json").read_text()) == {
         "tokens": list(range(9)),
         "finish_reason": "length",
-        "plain": {"predicted_ms": 20.0, "ratio": 2.5, "tokens_equal": True},
+        "plain": {"decode_ms": 20.0, "ratio": 2.5, "tokens_equal": True},
     }
     assert os.listdir(tmp_path) == ["out.json"]
     assert "same output distribution, samples may differ" in run(f"{COMPARED} --temperature 1")[2]

@@ -146,7 +146,7 @@ def test_drafts_begin_at_the_targets_own_hidden_states(
         result = llm.generate(PROMPT, PARAMS)
     assert result.tokens == plain_tokens
     # The middle level sees the whole sequence here, so that all its drafts are accepted.
-    assert (result.timings.draft_n_accepted == result.timings.draft_n) == (len(levels) == 2)
+    assert (result.timings.accepted_tokens == result.timings.drafted_tokens) == (len(levels) == 2)
     reference = CausalModel(target, "tiny")
     lags = []
     for view, known in begun:

@@ -45,7 +45,7 @@ def test_greedy_tokens_are_those_of_transformers(
     with LLM.from_models(target, draft, config=config, overrides=SIZES) as llm:
         result = llm.generate(PROMPT, REPETITION)
     assert result.tokens == repetition_tokens
-    assert config == "plain" or result.timings.draft_n > 0
+    assert config == "plain" or result.timings.drafted_tokens > 0
 
 
 def test_each_continuation_counts_its_own_tokens(target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -94,7 +94,7 @@ def test_penalties_on_a_gpu(device: torch.device) -> None:
     with LLM.from_models(target.to(device), draft, link=link_to(device), **options) as llm:  # type: ignore[arg-type]
         context = llm.read(PROMPT)
         result, plain = again(context, params), again(context, params, "plain")
-    assert result.tokens == plain.tokens and result.timings.draft_n_accepted > 0
+    assert result.tokens == plain.tokens and result.timings.accepted_tokens > 0
     assert result.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
 
 

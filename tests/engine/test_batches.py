@@ -66,7 +66,7 @@ def test_members_are_their_single_runs(make: Any, config: str, temperature: floa
     together = llm.generate(PROMPTS, params)
     assert [told(member) for member in together] == [told(one) for one in alone]
     if config not in ("plain", "lookup"):
-        assert all(member.timings.draft_n for member in together)
+        assert all(member.timings.drafted_tokens for member in together)
 
 
 @pytest.mark.parametrize("shape", ["tree:3,2", "sequences:3", "grown:12"])
@@ -94,7 +94,7 @@ def test_members_share_the_time_of_their_passes(target: PreTrainedModel) -> None
     with LLM.from_models(target, config="plain", overrides=SIZES) as llm:
         together = llm.generate(PROMPTS, SamplingParams(max_tokens=12))
         spent = sum(level.ms for member in together for level in member.levels)
-        assert spent <= max(member.timings.predicted_ms for member in together)
+        assert spent <= max(member.timings.decode_ms for member in together)
 
 
 def test_a_member_that_fails_ends_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_tokens_are_those_of_generate(
     check(arch, PROMPTS[prompt], result.tokens)
     assert len(set(result.tokens)) > 5
     before = drafted.get(arch, (0, 0))
-    drafted[arch] = before[0] + result.timings.draft_n_accepted, before[1] + result.timings.draft_n
+    drafted[arch] = before[0] + result.timings.accepted_tokens, before[1] + result.timings.drafted_tokens
 
 
 @pytest.mark.parametrize("arch", KINDS)
@@ -371,7 +371,7 @@ def test_tokens_over_tiers_of_a_gpu(arch: str) -> None:
         assert sum(map(bool, context.placement.values())) >= 3
         result = context.generate((), NEXT)
     check(arch, TEXT[:100], result.tokens)
-    assert result.timings.draft_n
+    assert result.timings.drafted_tokens
 
 
 @pytest.mark.gpu

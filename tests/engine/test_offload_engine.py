@@ -275,7 +275,7 @@ def test_a_round_moves_the_streamed_share_once_and_a_refresh_nothing(
     beside = read / layout.token_bytes - streamed
     pages = PARAMS.max_tokens // layout.page_size + 1
     assert 0 < beside <= 64 + GROUP + len(PROMPT) // layout.page_size + 2 * pages + cpu * result.rounds
-    committed = result.rounds + result.timings.draft_n_accepted
+    committed = result.rounds + result.timings.accepted_tokens
     assert result.transfer.bytes_to_host == committed * layout.token_bytes
 
 

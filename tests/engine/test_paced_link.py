@@ -38,7 +38,7 @@ def test_a_slow_link_changes_no_token(target: PreTrainedModel, draft: PreTrained
     found = generate(target, draft, config, PacedLink(1e9, latency_s=2e-3), params, segment=4096)
     assert found.tokens == expected.tokens
     assert found.rounds == expected.rounds
-    assert found.timings.draft_n_accepted == expected.timings.draft_n_accepted
+    assert found.timings.accepted_tokens == expected.timings.accepted_tokens
 
 
 @pytest.mark.parametrize("ring", [2, 3])
@@ -62,7 +62,7 @@ def test_what_crosses_the_link(
     result = generate(target, draft, config, PacedLink(1e9), PARAMS, ring=ring, engine=True)
     assert len(lengths) == result.rounds + 1  # the last one is begun ahead, for a round that does not come
     # A round commits its root and what it accepted of the draft.
-    committed = result.rounds + result.timings.draft_n_accepted
+    committed = result.rounds + result.timings.accepted_tokens
     assert lengths[0] == (len(PROMPT) - 1) // PAGE * PAGE
     assert all(length % PAGE == 0 for length in lengths)
     read = result.transfer.bytes_to_device - result.transfer.bytes_abandoned
@@ -90,5 +90,5 @@ def test_sampled_drafts_are_the_deeper_the_slower_the_link_is(target: PreTrained
         sizes = overrides() | {"speculation.gamma2": 0, "speculation.step_down": False}
         with LLM.from_models(target, config="retrieval", overrides=sizes, link=PacedLink(rate)) as llm:
             result = llm.generate(PROMPT, SamplingParams(0.5, max_tokens=24, seed=1))
-        drafted.append(result.timings.draft_n / result.rounds)
+        drafted.append(result.timings.drafted_tokens / result.rounds)
     assert drafted[1] > 1.5 * drafted[0]

@@ -69,5 +69,5 @@ def test_a_drafts_frequencies_are_those_of_its_window() -> None:
         with LLM.from_models(target, target, config="naive", overrides=sizes) as llm:
             accepted.append(llm.generate(prompt, PARAMS).timings)
     # A window that holds the whole sequence makes the model its own perfect draft.
-    assert accepted[0].draft_n_accepted < accepted[0].draft_n
-    assert accepted[1].draft_n_accepted == accepted[1].draft_n > 0
+    assert accepted[0].accepted_tokens < accepted[0].drafted_tokens
+    assert accepted[1].accepted_tokens == accepted[1].drafted_tokens > 0

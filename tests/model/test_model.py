@@ -191,7 +191,7 @@ def test_a_model_may_draft_for_itself() -> None:
         with llm.read(prompt) as context:
             result, plain = again(context, SHORT), again(context, SHORT, "plain")
         assert result.tokens == plain.tokens
-    assert result.timings.draft_n_accepted == result.timings.draft_n > 0
+    assert result.timings.accepted_tokens == result.timings.drafted_tokens > 0
     assert target.config._attn_implementation == "sdpa" and target.training
 
 

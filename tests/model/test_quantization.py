@@ -167,8 +167,8 @@ def test_tokens_are_those_of_transformers(
         prompts = [PROMPT, byte_ids(40, start=700), byte_ids(90, start=2000)]
         results = [llm.generate(PROMPT, PARAMS), *llm.generate(prompts[1:], PARAMS)]
         assert [one.tokens for one in results] == [transformers_greedy(model, one, 30) for one in prompts]
-        drafted = sum(one.timings.draft_n for one in results)
-        assert drafted - 10 > sum(one.timings.draft_n_accepted for one in results) > 10
+        drafted = sum(one.timings.drafted_tokens for one in results)
+        assert drafted - 10 > sum(one.timings.accepted_tokens for one in results) > 10
         assert [notice for notice in notices if told is not None and told in notice] or told is None
     packed = name in ("nf4", "int8") or quantize != "none"
     plain = stored_bytes(load_model(folders["plain"], CPU, torch.float32))
@@ -258,7 +258,7 @@ def test_heads_layer_plans_and_remote_blocks(folders: dict[str, Path], quantize:
         with LLM.from_models(model, config=config, overrides=SIZES | overrides) as llm:
             result = llm.generate(PROMPT, PARAMS)
         assert result.tokens == expected
-        assert 0 < result.timings.draft_n_accepted < result.timings.draft_n
+        assert 0 < result.timings.accepted_tokens < result.timings.drafted_tokens
 
 
 def test_scales_follow_8_bit_weights() -> None:

@@ -104,8 +104,8 @@ def test_equals_generate(arch: str, config: str, length: int, record: Record, tm
         result = llm.generate(prompt, SamplingParams(max_tokens=NEW_TOKENS))
 
     timings = result.timings
-    record.proposed[config] = record.proposed.get(config, 0) + timings.draft_n
-    record.accepted[config] = record.accepted.get(config, 0) + timings.draft_n_accepted
+    record.proposed[config] = record.proposed.get(config, 0) + timings.drafted_tokens
+    record.accepted[config] = record.accepted.get(config, 0) + timings.accepted_tokens
     assert len(result.tokens) == NEW_TOKENS and result.finish_reason == "length"
     if result.tokens != expected:
         pairs = zip(result.tokens, expected, strict=True)

@@ -474,7 +474,7 @@ def test_questions_are_answered_as_whole_prompts_are_and_a_document_is_read_once
             assert result.prompt_tokens == whole.prompt_tokens == len(prompt)
             messages = [*messages, {"role": "assistant", "content": result.answer}]
             assert context.messages == messages and result.text == llm.generate(prompt, PARAMS).text
-            assert result.timings.prompt_n == read + len(prompt) - result.start
+            assert result.timings.prefill_tokens == read + len(prompt) - result.start
             read = 0  # the first question counts what was read before it, too
             assert result.start >= shared - 3  # the blank line before the first question is new
     assert llm.engine.store.used_bytes == 0

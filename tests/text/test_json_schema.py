@@ -76,7 +76,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(
         result = llm.generate(PROMPT, PARAMS)
     assert result.tokens == sailor and result.finish_reason == "stop"
     assert is_sailor(json.loads(result.text)) and " " not in result.text
-    assert config == "plain" or result.timings.draft_n_accepted > 0
+    assert config == "plain" or result.timings.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("config", ["triforce", "trees"])
@@ -168,7 +168,7 @@ def test_a_schema_on_a_gpu(device: torch.device) -> None:
         llm.read(PROMPT) as context,
     ):
         result, plain = again(context, params), again(context, params, "plain")
-    assert result.tokens == plain.tokens and result.timings.draft_n_accepted > 0
+    assert result.tokens == plain.tokens and result.timings.accepted_tokens > 0
     assert result.text.startswith("{")
 
 
