@@ -13,6 +13,5 @@ with LLM() as llm:
     book = llm.read([{"role": "user", "content": text}])
     for question in ("Who is Ahab?", "And Starbuck?"):
         answer = book.ask(question, temperature=0, max_tokens=32)  # the second one sees the first
-        measured = answer.timings
-        print(f"{question} {answer.text.strip()!r}")
-        print(f"{measured.prefill_tokens} tokens read in {measured.prefill_ms:.0f} ms")
+        read = answer.timings.prefill_tokens
+        print(f"{question} {answer.text.strip()!r}, {read} tokens read in {answer.timings.prefill_ms:.0f} ms")
