@@ -52,19 +52,30 @@ GIB = 2**30
 FEW = {
     key: SMALL[key] for key in SMALL if key.startswith(("retrieval.b", "retrieval.recent", "spec", "store"))
 }
-TINY = dataclasses.replace(
-    Sizes("tiny", 60, "tiny", 4 * 2**20, 1024, 64, 200, 200, 200, 14, 2, config=ON_CUDA | FEW),
-    repeats=1,
-    pages=8,
+TINY = Sizes(
+    "tiny",
+    limit_s=60,
+    shape="tiny",
+    locked_bytes=4 * 2**20,
+    keys=1024,
+    drafted_entries=64,
+    short=200,
+    planned=200,
+    streamed=200,
     largest=200,
     largest_shape="tiny",
     largest_config={},
+    new_tokens=14,
+    steps=2,
+    repeats=1,
+    pages=8,
     ring_pages=6,
     quantized_entries=256,
     chunks=300,
     copied_bytes=2**20,
     product=64,
     tokens_context=600,
+    config=ON_CUDA | FEW,
 )
 
 
