@@ -179,6 +179,7 @@ def found(name: str) -> Row:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A small GPU, as the planner and the checks see it; a tiny model; calls as the device counts them."""
     random_model = gpu_engine_checks.random_model
+    milliseconds = gpu_kernel_checks.milliseconds
 
     def usable(
         home: torch.device, loaded: int = 0, progress: Any = None, other_gpus: Sequence[Any] = ()
@@ -208,6 +209,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backends, "_CHECKED", {None: "no kernels"})
     monkeypatch.setattr(gpu_kernel_checks, "SLOWEST_PIECES", 0.0)
     monkeypatch.setattr(gpu_kernel_checks, "use_triton", lambda: None)
+    # No time is checked: two launches in a row take the way of twenty.
+    monkeypatch.setattr(
+        gpu_kernel_checks, "milliseconds", lambda given, work, launches=2: milliseconds(given, work, 2)
+    )
     for name in ("combine", "combine_with_mass_", "attend_quantized"):
         monkeypatch.setattr(gpu_checks.triton_operators, name, getattr(operators, name))
     schedule, GPUS.schedule = GPUS.schedule, "late"
