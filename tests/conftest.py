@@ -31,6 +31,10 @@ if EMULATED_CUDA:
 
     cuda.install(os.environ["EMULATED_CUDA"])
 
+    from offload_rt.model.cuda_graphs import CudaCapture
+
+    CudaCapture.WARM_UP = 1  # one finds what depends on the pass before it; a second is for CUDA's libraries
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     import torch  # not in the process that only distributes tests

@@ -52,19 +52,30 @@ GIB = 2**30
 FEW = {
     key: SMALL[key] for key in SMALL if key.startswith(("retrieval.b", "retrieval.recent", "spec", "store"))
 }
-TINY = dataclasses.replace(
-    Sizes("tiny", 60, "tiny", 4 * 2**20, 1024, 64, 200, 200, 200, 14, 2, config=ON_CUDA | FEW),
-    repeats=1,
-    pages=8,
+TINY = Sizes(
+    "tiny",
+    limit_s=60,
+    shape="tiny",
+    locked_bytes=4 * 2**20,
+    keys=1024,
+    drafted_entries=64,
+    short=200,
+    planned=200,
+    streamed=200,
     largest=200,
     largest_shape="tiny",
     largest_config={},
+    new_tokens=14,
+    steps=2,
+    repeats=1,
+    pages=8,
     ring_pages=6,
     quantized_entries=256,
     chunks=300,
     copied_bytes=2**20,
     product=64,
     tokens_context=600,
+    config=ON_CUDA | FEW,
 )
 
 
@@ -168,6 +179,7 @@ def found(name: str) -> Row:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A small GPU, as the planner and the checks see it; a tiny model; calls as the device counts them."""
     random_model = gpu_engine_checks.random_model
+    milliseconds = gpu_kernel_checks.milliseconds
 
     def usable(
         home: torch.device, loaded: int = 0, progress: Any = None, other_gpus: Sequence[Any] = ()
@@ -197,6 +209,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backends, "_CHECKED", {None: "no kernels"})
     monkeypatch.setattr(gpu_kernel_checks, "SLOWEST_PIECES", 0.0)
     monkeypatch.setattr(gpu_kernel_checks, "use_triton", lambda: None)
+    # No time is checked: two launches in a row take the way of twenty.
+    monkeypatch.setattr(
+        gpu_kernel_checks, "milliseconds", lambda given, work, launches=2: milliseconds(given, work, 2)
+    )
     for name in ("combine", "combine_with_mass_", "attend_quantized"):
         monkeypatch.setattr(gpu_checks.triton_operators, name, getattr(operators, name))
     schedule, GPUS.schedule = GPUS.schedule, "late"
