@@ -6,13 +6,12 @@ and `remote.py`, whose partial results combine exactly. Caches derived from this
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from cpu_kv import CopyFailed, KVPages, LayerStream, TransferEngine
+from cpu_kv import KVPages, TransferEngine
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import DerivedCache, VerifiedTokens
@@ -49,6 +48,9 @@ class FullCache:
         derived: caches of the same model that follow every pass and commit.
         speculative: always empty, as everything that is committed here is final.
         scale: the model's softmax scale, known after its first pass.
+        paged: the model has layers whose KV is in the store; else the store only counts tokens.
+        resident: the tier of the first tokens.
+        tail: the newest tokens.
     """
 
     def __init__(
@@ -70,14 +72,13 @@ class FullCache:
         self.speculative = SpeculativeTokens()
         self.scale = layout.head_dim**-0.5
         kinds = self.local.layers.kinds
-        self._paged = bool(kinds.full) or not kinds.local
-        self._tail = Tail(layout, engine.link.device)
-        self.device = self._tail.buffer.memory.device
+        self.paged = bool(kinds.full) or not kinds.local
+        self.tail = Tail(layout, engine.link.device)
+        self.device = self.tail.buffer.memory.device
         self._points = RewindPoints(self.local, self.device)
-        self._resident = ResidentTier(engine, resident_tokens, packed=packed)
+        self.resident = ResidentTier(engine, resident_tokens, packed=packed)
         self._streamed = StreamedTier(engine)
         self._remote = remote
-        self._reading: LayerStream | None = None  # of a prefill behind tokens that are present
         # Of the pass:
         self._new: NewTokens | None = None
         self._tail_attention: BufferAttention | None = None
@@ -93,7 +94,7 @@ class FullCache:
 
     @property
     def verified_length(self) -> int:
-        return self._tail.end
+        return self.tail.end
 
     @property
     def whole(self) -> bool:
@@ -104,14 +105,14 @@ class FullCache:
     @property
     def resident_bytes(self) -> int:
         """Bytes of KV that are resident on the device."""
-        return self._resident.nbytes
+        return self.resident.nbytes
 
     def begin(self, new: NewTokens) -> None:
         if self._ranges is not None:
             self.abandon()  # the pass before was not committed
         self._ranges, self._next_ranges = self._next_ranges or self._open(), None
-        self._tail.drop(max((one.stop for one in self._ranges), default=0))
-        self._tail_attention = self._tail.attention(new, self.backend)
+        self.tail.drop(max((one.stop for one in self._ranges), default=0))
+        self._tail_attention = self.tail.attention(new, self.backend)
         self._new = new
         self.local.begin(new, 0)
         self._queries = []
@@ -122,9 +123,9 @@ class FullCache:
 
     def _open(self) -> list[TierRange]:
         """Opens a pass over the full pages of the sequence; the tail has the other tokens."""
-        if not self._paged:
+        if not self.paged:
             return []
-        ranges = self._split(self.verified_length, self._resident.tokens)
+        ranges = self._split(self.verified_length, self.resident.tokens)
         for tier, start, stop in ranges:
             tier.open(start, stop)
         return ranges
@@ -137,8 +138,8 @@ class FullCache:
         page = self.layout.page_size
         end = length // page * page
         ranges, at = list[TierRange](), 0
-        for tier in (self._resident, *self._remote):
-            tokens = resident_tokens if tier is self._resident else tier.tokens
+        for tier in (self.resident, *self._remote):
+            tokens = resident_tokens if tier is self.resident else tier.tokens
             start, at = at, min(at + tokens, end) // page * page
             if at > start:
                 ranges.append(TierRange(tier, start, at))
@@ -161,7 +162,7 @@ class FullCache:
         total = AttentionSum(self.backend, queries, len(keys), softmax.scale, self._mass_chunk)
         total.attend(*self._tail_attention.put(layer, queries, keys, values))
         if self._followers:
-            self._on_segment(layer, self._tail.start, [self._tail.committed(layer)])
+            self._on_segment(layer, self.tail.start, [self.tail.committed(layer)])
         for (tier, start, stop), one in zip(self._ranges, started, strict=True):
             tier.add_to(total, layer, start, stop, one, self._on_segment)
         self._unreported = layer, total
@@ -201,7 +202,7 @@ class FullCache:
         self._new = self._tail_attention = self._ranges = None
         self.local.commit(kept)
         self.local.settle()
-        kv = self._tail.commit(kept)
+        kv = self.tail.commit(kept)
         self.engine.write_back(kv)
         if self.derived:
             ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
@@ -225,18 +226,16 @@ class FullCache:
             cache.abandon_pass()
         for tier in (self._streamed, *self._remote):
             tier.abandon()
-        if self._reading is not None:
-            self._reading.close()
         self._new = self._tail_attention = self._ranges = self._next_ranges = None
-        self._unreported = self._reading = None
+        self._unreported = None
         self._followers = []
 
     def close(self) -> None:
         """Forgets the pass that was begun and frees the memory on the device. Idempotent."""
         # Not left to the garbage collector: the next sequence is planned for the memory that is free.
         self.abandon()
-        self._resident.release()
-        self._tail.release()
+        self.resident.release()
+        self.tail.release()
 
     @property
     def last_queries(self) -> Tensor | None:
@@ -246,7 +245,7 @@ class FullCache:
     def points(self, length: int) -> list[RewindPoint]:
         """Returns the lengths up to `length` that the sequence can return to, in host memory."""
         if self.local.layers.kinds.local and self.verified_length == length > 0:
-            self._points.add(length, None)
+            self.add_point(None)
         return self._points.up_to(length)
 
     def begin_with(self, points: Sequence[RewindPoint]) -> None:
@@ -277,81 +276,26 @@ class FullCache:
             self.local.restart(self.local.history)
         if not self.sequence.ends_at(length):
             self.sequence.truncate(length)
-        for tier in (self._resident, *self._remote):
+        for tier in (self.resident, *self._remote):
             tier.truncate(length)
         self._points.drop_behind(length)
         self.start_from(length)
 
-    def start_read(self) -> None:
-        """Starts a prefill behind the tokens that are present; those of the tail are written again."""
-        self.abandon()
-        self.local.start_read()
-        self.engine.flush()
-        if not self.engine.link.in_place:
-            self.sequence.truncate(self._tail.start)
-            resident = min(self._resident.tokens, self._tail.start)
-            self._reading = self.engine.stream(self._tail.start, start=resident)
-
-    def history(self, layer: int) -> Iterator[KVPages]:
-        """Yields the tokens of a layer before those that a prefill reads.
-
-        Each segment is valid until the next one.
-        """
-        if self._reading is None:
-            yield from self.sequence.views(layer, 0, self.verified_length)
-            return
-        yield from self._resident.segments(layer, 0, self._reading.start)
-        yield from self._reading.segments(layer)
-        yield self._tail.committed(layer)
-
-    def put_read(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Writes the tokens that a prefill reads behind others, `[kv_heads, tokens, head_dim]`."""
-        if self.engine.link.in_place:
-            self.sequence.append(layer, keys, values)
-            return
-        tail = self._tail.committed(layer).head_major()
-        both = (torch.cat(pair, dim=1) for pair in zip(tail, (keys, values), strict=True))
-        self.engine.write_prompt(layer, *both)
-
-    def finish_read(self, tokens: int, last_queries: Sequence[Tensor]) -> None:
-        """Ends a prefill of so many tokens: the store has all of them.
-
-        Args:
-            last_queries: queries of its last tokens, `[heads, n, head_dim]` of each full-attention layer.
-        """
-        if not self._paged:
-            counted = self._tail.buffer.kv.new_zeros(1, tokens, 1)
-            self.put_read(0, counted, counted)
-        self.abandon()
-        self.engine.flush()
-        self.local.finish_read(tokens)
-        self.start_from(self.sequence.length)
-        self._points.add(self.verified_length, torch.stack(list(last_queries)) if last_queries else None)
-
-    def give_up_read(self) -> None:
-        """Ends a prefill that failed: returns to the tokens before it."""
-        length = self.verified_length
-        self.abandon()
-        self.local.give_up_read()
-        with suppress(CopyFailed):
-            self.engine.flush()
-        if self.sequence.length >= length:
-            self.sequence.truncate(length)
-        elif self.sequence.length >= self._tail.start:  # over a link, those of the tail were taken back
-            self.sequence.truncate(self._tail.start)
-            self.engine.write_back(self._tail.buffer.kv[:, :, :, : self._tail.tokens].clone())
+    def add_point(self, last_queries: Tensor | None) -> None:
+        """Makes the present length one that the sequence can return to, see `RewindPoint`."""
+        self._points.add(self.verified_length, last_queries)
 
     def load_resident(self) -> None:
         """Loads the KV that tiers keep on a device and lack, into memory that the prefill has used."""
-        self._resident.load(0)
-        for tier, start, _ in self._split(self.verified_length, self._resident.tokens):
+        self.resident.load(0)
+        for tier, start, _ in self._split(self.verified_length, self.resident.tokens):
             if tier.remote:
                 tier.load(start)
 
     def start_from(self, length: int) -> None:
         """Starts over with the first `length` tokens of the store; the tail takes their last page."""
         start = length // self.layout.page_size * self.layout.page_size
-        self._tail.restart(start, self.engine.read(start, length))
+        self.tail.restart(start, self.engine.read(start, length))
 
     def keep(self, entries: Sequence[int]) -> None:
         """Does nothing, as there is no speculation here."""

@@ -12,9 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cpu_kv import PlainPages
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.full import FullCache
+from offload_rt.caches.prompt_writer import PromptWriter
 from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.model.runner import CausalModel
 
@@ -56,123 +56,64 @@ def prefill(
     # A sequence with local layers returns to lengths at which something was read: with another end, such a
     # prompt is not read again from its beginning.
     alone = LAST_READ if model.kinds.local and not outputs and end > 2 * LAST_READ else 0
-    layers, hidden, done = model.layers, None, 0
-    if not cache.verified_length:
-        done = end - alone
-
-        def report(token_layers: int) -> None:
-            if progress is not None:
-                progress(token_layers, layers * end)
-
-        hidden = _read_prompt(model, cache, tokens[:done], chunk, report, outputs)
-    starts = [*range(done, end - alone, chunk), *range(end - alone if alone else end, end, chunk)]
+    # An empty cache takes all tokens layer by layer, so that no KV comes back over the link.
+    portion = chunk if cache.verified_length else end
+    layers, hidden = model.layers, None
+    starts = [*range(0, end - alone, portion), *range(end - alone, end, chunk)]
     for start, stop in pairwise([*starts, end]):
-        _read_behind(model, cache, tokens[start:stop])
-        if progress is not None:
-            progress(stop * layers, end * layers)
-    return hidden
+
+        def report(token_layers: int, before: int = start * layers) -> None:
+            if progress is not None:
+                progress(before + token_layers, layers * end)
+
+        hidden = _read(model, cache, tokens[start:stop], chunk, report, outputs)
+    return hidden if outputs else None
 
 
-def _read_prompt(
+def _read(
     model: CausalModel,
     cache: FullCache,
     tokens: Sequence[int],
     chunk: int,
     report: Callable[[int], None],
     outputs: bool,
-) -> Tensor | None:
-    """Reads tokens into an empty cache, layer by layer; arguments and result are those of `prefill`."""
-    count = len(tokens)
+) -> Tensor:
+    """Reads tokens behind those of a cache, layer by layer; for arguments and result see `prefill`."""
+    count, first = len(tokens), cache.verified_length
     hidden = model.embed(torch.tensor(tokens, device=model.device))
-    positions = torch.arange(count, device=model.device)
-    last_queries = []
+    positions = torch.arange(first, first + count, device=model.device)
+    writer, last_queries = PromptWriter(cache, count), []
     try:
-        prompt = PromptAttention(cache, count)
+        writer.start()
+        attention = PromptAttention(cache, writer)
         for layer in range(model.layers):
-            prompt.begin(kv_alone=layer == model.layers - 1 and not outputs)
+            attention.begin(kv_alone=layer == model.layers - 1 and not outputs)
             for start in range(0, count, chunk):
                 part = slice(start, start + chunk)
-                hidden[:, part] = model.run_layer(layer, hidden[:, part], positions[part], prompt)
+                hidden[:, part] = model.run_layer(layer, hidden[:, part], positions[part], attention)
                 report(layer * count + min(start + chunk, count))
             if model.kinds.kinds[layer].full:
-                last_queries.append(prompt.last_queries)
-        cache.finish_read(count, last_queries)
+                last_queries.append(attention.last_queries)
+        writer.finish(last_queries)
     except BaseException:
-        cache.give_up_read()
+        writer.give_up()
         raise
-    return hidden if outputs else None
-
-
-def _read_behind(model: CausalModel, cache: FullCache, tokens: Sequence[int]) -> None:
-    """Takes tokens through all layers, behind those that the cache holds."""
-    start = cache.verified_length
-    hidden = model.embed(torch.tensor(tokens, device=model.device))
-    positions = torch.arange(start, start + len(tokens), device=model.device)
-    try:
-        attention = AppendedAttention(cache)
-        for layer in range(model.layers):
-            attention.kv_alone = layer == model.layers - 1
-            hidden = model.run_layer(layer, hidden, positions, attention)
-        cache.finish_read(len(tokens), attention.last_queries)
-    except BaseException:
-        cache.give_up_read()
-        raise
-
-
-class AppendedAttention:
-    """Attention of tokens that are read behind others; each layer's history passes by once.
-
-    Attributes:
-        last_queries: of each full-attention layer, those of the newest tokens, `[heads, n, head_dim]`.
-        kv_alone: the output of the next layer is not needed, so nothing is attended.
-    """
-
-    def __init__(self, cache: FullCache) -> None:
-        self.last_queries: list[Tensor] = []
-        self.kv_alone = False
-        self._cache = cache
-        self.local = cache.local
-        cache.start_read()
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        cache = self._cache
-        cache.scale = softmax.scale
-        self.last_queries.append(queries[:, -LAST_QUERIES:].clone())
-        if self.kv_alone:
-            cache.put_read(layer, keys, values)
-            return torch.zeros_like(queries)
-        total = AttentionSum(cache.backend, queries, len(keys), softmax.scale)
-        total.add(*cache.backend.causal(queries, keys, values, softmax.scale))
-        for segment in cache.history(layer):
-            total.attend(segment)
-        cache.put_read(layer, keys, values)
-        return total.result(softmax.sinks)
+    return hidden
 
 
 class PromptAttention:
-    """Attention of a prompt, one layer after the other: queries come chunk by chunk, keys stay at hand.
+    """Attention of a prompt's tokens over those before them: queries come layer by layer, in chunks.
 
-    On a CPU they stay in the store itself. On a GPU one layer's KV is on the device while the layer is
-    computed, and its pages are written to the store as they fill; it crosses the link once.
-
-    Args:
-        tokens: length of the whole prompt.
+    Attributes:
+        last_queries: those of the layer's newest tokens, `[heads, n, head_dim]`.
     """
 
-    def __init__(self, cache: FullCache, tokens: int) -> None:
-        self._cache = cache
+    def __init__(self, cache: FullCache, writer: PromptWriter) -> None:
         self.local = cache.local
-        cache.local.start_read()
-        self._tokens = tokens
-        self._done = 0  # of the layer
-        self._written = 0
-        self._kv_alone = False
-        self._whole: tuple[Tensor, Tensor] | None = None
-        if not cache.engine.link.in_place:
-            shape = (cache.layout.kv_heads, tokens, cache.layout.head_dim)
-            keys = torch.empty(shape, dtype=cache.layout.dtype, device=cache.device)
-            self._whole = (keys, torch.empty_like(keys))
         self.last_queries = torch.empty(0)
+        self._cache = cache
+        self._writer = writer
+        self._kv_alone = False
 
     def begin(self, *, kv_alone: bool) -> None:
         """Turns to the next layer.
@@ -180,37 +121,21 @@ class PromptAttention:
         Args:
             kv_alone: the layer's output is not needed, so nothing is attended.
         """
-        self._done = self._written = 0
+        self.last_queries = torch.empty(0)
         self._kv_alone = kv_alone
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        cache, start = self._cache, self._done
-        self._done += keys.shape[1]
+        cache, newest = self._cache, queries[:, -LAST_QUERIES:]
         cache.scale = softmax.scale
-        newest = queries if start == 0 else torch.cat([self.last_queries, queries[:, -LAST_QUERIES:]], dim=1)
+        if self.last_queries.numel():
+            newest = torch.cat([self.last_queries, newest], dim=1)
         # Copied: a view would keep the whole chunk's projections alive.
         self.last_queries = newest[:, -LAST_QUERIES:].clone()
-        if self._whole is not None:
-            self._whole[0][:, start : self._done] = keys
-            self._whole[1][:, start : self._done] = values
-            history = PlainPages.one(*self._whole).span(0, start)
-            self._write(layer, *self._whole)
-        else:
-            history = cache.sequence.views(layer, 0, start)
-            cache.sequence.append(layer, keys, values)
+        earlier = self._writer.put(layer, keys, values)
         if self._kv_alone:
             return torch.zeros_like(queries)
         total = AttentionSum(cache.backend, queries, len(keys), softmax.scale)
         total.add(*cache.backend.causal(queries, keys, values, softmax.scale))
-        for segment in history:
+        for segment in earlier:
             total.attend(segment)
         return total.result(softmax.sinks)
-
-    def _write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Writes the pages that are full, and with the layer's last token the one that is not."""
-        cache, page = self._cache, self._cache.layout.page_size
-        last = self._done == self._tokens
-        end = self._done if last else self._done // page * page
-        if end > self._written:
-            cache.engine.write_prompt(layer, keys[:, self._written : end], values[:, self._written : end])
-            self._written = end

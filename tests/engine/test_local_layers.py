@@ -36,11 +36,11 @@ from transformers.utils import logging
 
 from cpu_kv import PacedLink
 from offload_rt import LLM, Context, SamplingParams, UsageError
-from offload_rt.caches.full import FullCache
+from offload_rt.caches.prompt_writer import PromptWriter
 from offload_rt.caches.sizes import MOST_POINTS
 from offload_rt.caches.tiers import Tail
 from offload_rt.commands import cli
-from offload_rt.engine.prefill import LAST_READ, PromptAttention
+from offload_rt.engine.prefill import LAST_READ
 from offload_rt.text.chat import with_question
 
 COUNT = 20
@@ -321,16 +321,16 @@ def test_an_interrupt_within_a_commit(arch: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_that_is_short_where_a_prefill_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = PromptAttention.__init__
+    start = PromptWriter.start
 
-    def short(self: PromptAttention, cache: FullCache, tokens: int) -> None:
-        start(self, cache, tokens)
+    def short(self: PromptWriter) -> None:
+        start(self)
         raise torch.OutOfMemoryError("short")
 
     with open_llm("qwen3.5", "plain") as llm:
         context = llm.read(TEXT[:1])
         with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
-            patched.setattr(PromptAttention, "__init__", short)
+            patched.setattr(PromptWriter, "start", short)
             context.append(TEXT[1:20])
         check_end("qwen3.5", context, TEXT[:1])
 

@@ -21,6 +21,7 @@ from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import Cache
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.new_tokens import NewTokens
+from offload_rt.caches.prompt_writer import PromptWriter
 from offload_rt.caches.retrieved import RefreshSchedule, RetrievedCache
 from offload_rt.caches.selection import LAST_QUERIES, AttentionScores, MeanKeyScores, Selection
 from offload_rt.config.schema import RefreshPolicy
@@ -217,14 +218,16 @@ def read_prompt(cache: FullCache, plain: PlainFull, tokens: list[Token]) -> Tens
     queries = rotated_queries(tokens, range(len(tokens)))
     if tokens:
         plain.append(tokens)
-        prompt, last = PromptAttention(cache, len(tokens)), []
+        writer, last = PromptWriter(cache, len(tokens)), []
+        writer.start()
+        prompt = PromptAttention(cache, writer)
         for layer in range(LAYERS):
             prompt.begin(kv_alone=True)
             prompt.attend(
                 layer, queries[layer].float(), plain.keys[layer], plain.values[layer], Softmax(SCALE)
             )
             last.append(prompt.last_queries)
-        cache.finish_read(len(tokens), last)
+        writer.finish(last)
     return queries
 
 

@@ -1,0 +1,119 @@
+"""Writes the KV of a prompt to the store, layer by layer, behind the tokens that are present."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from cpu_kv import CopyFailed, KVPages, LayerStream, PlainPages
+from offload_rt.caches.full import FullCache
+
+
+class PromptWriter:
+    """Writes tokens to a full cache: all of one layer, then all of the next.
+
+    On a CPU they go to the store itself. On a GPU those of one layer are on the device while the layer is
+    computed, behind the tokens of the tail, and their pages are written to the store as they fill: so their
+    KV crosses the link once, and that of the earlier tokens once, too.
+
+    `start` comes first, and `finish` last. Where one of them or anything between them fails, `give_up` takes
+    back what was written.
+
+    Args:
+        tokens: how many are written.
+    """
+
+    def __init__(self, cache: FullCache, tokens: int) -> None:
+        self._cache = cache
+        self._tokens = tokens
+        self._first, self._begin = cache.tail.start, cache.tail.end  # of the tail; of the new tokens
+        self._end = self._begin + tokens
+        self._earlier: LayerStream | None = None  # of the tokens before the tail
+        self._kv = torch.empty(2, 0)  # of the layer, from the tail on
+        # Of the layer: its number, and the positions to which its KV is computed and written.
+        self._layer, self._done, self._written = -1, 0, 0
+
+    def start(self) -> None:
+        """Starts to write. Raises CopyFailed."""
+        cache, layout = self._cache, self._cache.layout
+        cache.abandon()
+        cache.local.start_read()
+        cache.engine.flush()
+        if cache.engine.link.in_place:
+            return
+        if self._begin:
+            cache.sequence.truncate(self._first)  # the tail is written again
+            resident = min(cache.resident.tokens, self._first)
+            self._earlier = cache.engine.stream(self._first, start=resident)
+        shape = 2, layout.kv_heads, self._end - self._first, layout.head_dim
+        self._kv = torch.empty(shape, dtype=layout.dtype, device=cache.device)
+
+    def put(self, layer: int, keys: Tensor, values: Tensor) -> Iterable[KVPages]:
+        """Writes the next tokens of a layer, `[kv_heads, tokens, head_dim]`.
+
+        Returns:
+            The tokens of the layer before them, in order. Each segment is valid until the next one. Behind
+            tokens that were present on a GPU, a layer is put at once, as its stream passes by once.
+        """
+        if layer != self._layer:
+            self._layer, self._done, self._written = layer, self._begin, self._first
+        cache, start = self._cache, self._done
+        self._done += keys.shape[1]
+        if cache.engine.link.in_place:
+            before = cache.sequence.views(layer, 0, start)
+            cache.sequence.append(layer, keys, values)
+            return before
+        if start == self._begin:
+            cache.tail.committed(layer).copy_to(*self._kv[:, :, : start - self._first])
+        new = self._kv[:, :, start - self._first : self._done - self._first]
+        new[0], new[1] = keys, values
+        self._write(layer)
+        near = PlainPages.one(*self._kv).span(0, start - self._first)
+        if self._earlier is None:
+            return near
+        resident = cache.resident.segments(layer, 0, self._earlier.start)
+        return chain(resident, self._earlier.segments(layer), near)
+
+    def _write(self, layer: int) -> None:
+        """Writes the pages that are full, and with the layer's last token the one that is not."""
+        page = self._cache.layout.page_size
+        end = self._done if self._done == self._end else self._done // page * page
+        if end > self._written:
+            self._cache.engine.write_prompt(
+                layer, *self._kv[:, :, self._written - self._first : end - self._first]
+            )
+            self._written = end
+
+    def finish(self, last_queries: Sequence[Tensor]) -> None:
+        """Ends it: the store has all tokens. Raises CopyFailed.
+
+        Args:
+            last_queries: queries of the last tokens, `[heads, n, head_dim]` of each full-attention layer.
+        """
+        cache = self._cache
+        if not cache.paged:  # the store has a layer that counts the tokens
+            counted = cache.tail.buffer.kv.new_zeros(1, self._tokens, 1)
+            self.put(0, counted, counted)
+        cache.abandon()
+        cache.engine.flush()
+        cache.local.finish_read(self._tokens)
+        cache.start_from(cache.sequence.length)
+        cache.add_point(torch.stack(list(last_queries)) if last_queries else None)
+
+    def give_up(self) -> None:
+        """Returns to the tokens before it."""
+        cache = self._cache
+        length = cache.verified_length
+        cache.abandon()
+        cache.local.give_up_read()
+        with suppress(CopyFailed):
+            cache.engine.flush()
+        if cache.sequence.length >= length:
+            cache.sequence.truncate(length)
+        elif cache.sequence.length >= cache.tail.start:  # over a link, those of the tail were taken back
+            cache.sequence.truncate(cache.tail.start)
+            cache.engine.write_back(cache.tail.buffer.kv[:, :, :, : cache.tail.tokens].clone())
