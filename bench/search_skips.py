@@ -21,8 +21,8 @@ from offload_rt.api.context import Context
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import status_of
-from offload_rt.commands.generate import machine_errors_in_a_line, open_llm
 from offload_rt.commands.options import add_distribution, add_model, add_overrides, distribution
+from offload_rt.commands.running import machine_errors_in_a_line, open_llm
 from offload_rt.config.files import to_toml
 from offload_rt.config.schema import AUTO, Config
 from offload_rt.config.settings import fill_in

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from offload_rt.commands import prompts, sessions
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import INTERRUPTED
-from offload_rt.commands.generate import ended_early, machine_errors_in_a_line, open_llm, write_text
 from offload_rt.commands.options import (
     add_configuration,
     add_json,
@@ -20,6 +19,7 @@ from offload_rt.commands.options import (
     distribution,
     given_distribution,
 )
+from offload_rt.commands.running import ended_early, machine_errors_in_a_line, open_llm, write_text
 from offload_rt.errors import UsageError
 from offload_rt.system import clock
 from offload_rt.system.files import write_json

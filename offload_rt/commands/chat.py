@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from offload_rt.commands.ask import Chat, add_chat
 from offload_rt.commands.exits import INTERRUPTED, REFUSED, Terminated, status_of
-from offload_rt.commands.generate import MachineError, ended_early, machine_errors_in_a_line, open_llm
+from offload_rt.commands.running import MachineError, ended_early, machine_errors_in_a_line, open_llm
 from offload_rt.errors import UsageError
 from offload_rt.text.documents import decode
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from offload_rt.commands import prompts
 from offload_rt.commands.console import Console, duration
-from offload_rt.commands.generate import (
+from offload_rt.commands.running import (
     decoded_plainly,
     machine_errors_in_a_line,
     ms_per_token,

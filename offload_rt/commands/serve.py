@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from offload_rt.commands import options, prompts
 from offload_rt.commands import sessions as saved
 from offload_rt.commands.console import Console
-from offload_rt.commands.generate import machine_errors_in_a_line, open_llm
+from offload_rt.commands.running import machine_errors_in_a_line, open_llm
 from offload_rt.errors import UsageError
 from offload_rt.system.installation import install_extra
 

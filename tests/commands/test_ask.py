@@ -25,7 +25,7 @@ from offload_rt import LLM, Context, SamplingParams
 from offload_rt.commands import chat as chat_command
 from offload_rt.commands import cli
 from offload_rt.commands.console import Console
-from offload_rt.commands.generate import write_text
+from offload_rt.commands.running import write_text
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.prefix_file import SavedContext
 from offload_rt.system import clock
