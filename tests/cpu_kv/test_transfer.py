@@ -207,8 +207,8 @@ class TransferMachine(RuleBasedStateMachine):
         """The write-back is dropped, and so is what is asked for before that is known: no hole is left."""
         self.engine.flush()
         block = random_kv(tokens)
-        block.view(-1)[0] = 13.0
-        self.link.failing = lambda pairs: float(pairs[0][1].flatten()[0]) == 13.0
+        block.view(-1)[0] = -13.0  # what is sent is filled with a number from 0 on
+        self.link.failing = lambda pairs: float(pairs[0][1].flatten()[0]) == -13.0
         with pytest.raises(CopyFailed, match="copy to the host of .* failed: the cable was pulled"):
             if later and self.kv.shape[3] % 4 == 0:
                 for layer, sides in enumerate(block):
