@@ -108,7 +108,12 @@ class Engine:
                     model.pass_running = lambda: thread.running
         self._second = SecondDevice(target.device, other_links[0]) if other_links else None
         self._shared = SharedResources(
-            *(target, draft, self.store, self._link, backend, self._other_links),
+            target=target,
+            draft=draft,
+            store=self.store,
+            link=self._link,
+            backend=backend,
+            other_links=self._other_links,
             heads=self._heads,
             second=self._second,
         )
@@ -171,14 +176,12 @@ class Engine:
             kept = 0 if prefix is None else prefix.begins(tokens, runner)
             shared_tokens = 0 if prefix is None else prefix.shared_tokens(kept)
             self.check_room([(len(tokens), new_tokens)], shared_tokens)
-            size = len(tokens), new_tokens
-            plan = (
-                self.planner.plan(*size, sequences, shared_tokens)
-                if tiers is None
-                else self.planner.placed(*size, tiers)
-            )
+            if tiers is None:
+                plan = self.planner.plan(len(tokens), new_tokens, sequences, shared_tokens)
+            else:
+                plan = self.planner.placed(len(tokens), new_tokens, tiers)
             shared = replace(self._shared, timeline=self.timeline)
-            sequence = TokenSequence(shared, plan, runner, sum(size), prefix, kept)
+            sequence = TokenSequence(shared, plan, runner, len(tokens) + new_tokens, prefix, kept)
             self._sequences.append(sequence)
             try:
                 self.read(sequence, tokens[kept:])

@@ -135,25 +135,22 @@ class TokenSequence:
         self.config, self._continuation = config, continuation
         self._release_caches()
         self.full.derived.clear()
-        made = Resources(
+        resources = Resources(
             config,
             self.target,
-            shared.draft,
             self.full,
             continuation.sampling,
-            shared.store.layout.pages(len(self.tokens) + continuation.max_tokens),
-            shared.pool,
-            shared.heads,
-            shared.second,
+            pages=shared.store.layout.pages(len(self.tokens) + continuation.max_tokens),
+            shared=shared,
         )
-        self._caches = made.caches
-        self.verifier = compose(made)
+        self._caches = resources.caches
+        self.verifier = compose(resources)
         shared.pool.drop_free()
-        levels = levels_of(config)
+        levels, costs = levels_of(config), plan.costs(len(self.tokens))
         # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
         overlaps = bool(levels) and levels[-1].guesses and not shared.link.in_place
         self.controller = SpeculationController(
-            (costs := plan.costs(len(self.tokens))),
+            costs,
             costs.request.drafts,
             costs.request.acceptance,
             ahead=config.offload.ahead if overlaps else 0,

@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from offload_rt.caches.bounded import BoundedCache
-    from offload_rt.caches.buffers import BufferPool
     from offload_rt.caches.full import FullCache
     from offload_rt.caches.split import SplitCache
     from offload_rt.drafting.base import Drafter
     from offload_rt.drafting.head_drafter import Heads
+    from offload_rt.drafting.shared import SharedResources
     from offload_rt.drafting.verifier import Sampling
     from offload_rt.model.runner import CausalModel
-    from offload_rt.system.second_device import SecondDevice
 
 Memory = dict[str, int]
 """Bytes by purpose."""
@@ -127,27 +126,22 @@ class PassCosts(Protocol):
 
 @dataclass(frozen=True)
 class Resources:
-    """Models, caches and settings that a composition is built from.
+    """Models, caches and settings that the composition of a sequence is built from.
 
     Attributes:
-        draft: the small model; None where no level needs it.
+        target: the runner for sequences of this length.
         full: the target's full cache, to which derived caches are added.
         pages: pages of the full cache that the sequence may grow to.
-        pool: memory of bounded caches.
-        heads: draft heads.
-        second: the device that has a share of the layers in groups; None: there is one device.
-        caches: the bounded caches that were resources.
+        shared: what it shares with other sequences.
+        caches: the bounded caches of its levels, which these add.
     """
 
     config: Config
     target: CausalModel
-    draft: CausalModel | None
     full: FullCache
     sampling: Sampling
     pages: int
-    pool: BufferPool
-    heads: Heads
-    second: SecondDevice | None = None
+    shared: SharedResources
     caches: list[BoundedCache | SplitCache] = field(default_factory=list)
 
 

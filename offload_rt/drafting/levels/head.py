@@ -39,7 +39,7 @@ class HeadLevel(Level):
     ) -> Drafter:
         from offload_rt.drafting.head_drafter import HeadDrafter  # with torch, which a plan does not need
 
-        return HeadDrafter(resources.heads.of(self.config.head, resources.target), resources.sampling)
+        return HeadDrafter(resources.shared.heads.of(self.config.head, resources.target), resources.sampling)
 
     def check(self, key: str) -> None:
         require(self.settings.layers == "all", f"{key}.layers", self.settings.layers, "must be all for head")

@@ -148,7 +148,7 @@ class ModelLevel(Level):
 
         model = self.model(resources)
         order = model.layer_order(self.settings.layers)
-        second = resources.second if self.splits and self.config.offload.group_devices == 2 else None
+        second = resources.shared.second if self.splits and self.config.offload.group_devices == 2 else None
         if order is not None and second is not None:
             order = order.on_two_devices()
         cache: BoundedCache | SplitCache
@@ -235,7 +235,7 @@ class WindowLevel(ModelLevel):
             window=kept.window,
             backend=full.backend if device == full.device else choose_backend(device),
             source=full if self.of_target else None,
-            pool=resources.pool,
+            pool=resources.shared.pool,
             local=None if self.of_target else LocalState(model.local_layers, full.backend),
         )
 
@@ -255,9 +255,9 @@ class SmallModelLevel(WindowLevel):
 
     def model(self, resources: Resources) -> CausalModel:
         assert (
-            resources.draft is not None
+            resources.shared.draft is not None
         )  # a level without its model is left out before anything is composed
-        return resources.draft.for_length(self._window, 0)  # it sees no more tokens at a time
+        return resources.shared.draft.for_length(self._window, 0)  # it sees no more tokens at a time
 
     def shape(self, sizes: Sizes) -> ModelShape:
         assert sizes.draft is not None
@@ -385,7 +385,7 @@ class RetrievedLevel(ModelLevel):
             selection=self._selection(resources),
             mean_slots=mean_slots_for(resources.pages) if retrieval.rest else 0,
             from_stream=self.config.offload.refreshes_from_stream and not in_place,
-            pool=resources.pool,
+            pool=resources.shared.pool,
             bits=retrieval.entry_bits,
         )
 
@@ -431,4 +431,4 @@ class SharedLevel(ModelLevel):
     def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
         from offload_rt.caches.shared import SharedCache
 
-        return SharedCache(resources.full, resources.pool)
+        return SharedCache(resources.full, resources.shared.pool)
