@@ -29,10 +29,10 @@ class StridedCache(BoundedCache):
         spread = sorted({recent * at // SPREAD for at in range(SPREAD)} if recent else ())
         read = self._source.engine.read
         kept = [*(read(at, at + 1) for at in spread), read(recent, length)]
-        self._append_verified(torch.cat(kept, dim=3))  # [layers, 2, kv_heads, tokens, head_dim]
+        self.append_verified(torch.cat(kept, dim=3))  # [layers, 2, kv_heads, tokens, head_dim]
         self.verified_length = length  # it stands for all of them
 
-    def _victims(self, count):
+    def victims(self, count):
         """Newly verified tokens overwrite the oldest recent ones."""
         slots = [SPREAD + (self._oldest + at) % RECENT for at in range(count)]
         self._oldest += count

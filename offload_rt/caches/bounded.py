@@ -286,7 +286,7 @@ class BoundedCache(DerivedCache):
         self.speculative.clear()
         if count:
             # Cloned, as the verified entries may grow into the slots of the speculative ones.
-            self._append_verified(self.kv[:, :, :, start : start + count].clone())
+            self.append_verified(self.kv[:, :, :, start : start + count].clone())
 
     def adopt(self, verified: VerifiedTokens) -> None:
         """Takes the KV of verified tokens in place of the speculation for them.
@@ -294,7 +294,7 @@ class BoundedCache(DerivedCache):
         Speculation below the last of them is still right and stays.
         """
         kept = self._keep_descendants(verified.tokens)
-        self._append_verified(verified.kv)
+        self.append_verified(verified.kv)
         self._put_behind(kept)
 
     def _keep_descendants(self, tokens: Sequence[int]) -> Tensor:
@@ -312,7 +312,7 @@ class BoundedCache(DerivedCache):
         self.buffer = self.buffer.with_capacity(self.end)
         self.kv[:, :, :, self.entries : self.end] = kv
 
-    def _append_verified(self, kv: Tensor) -> None:
+    def append_verified(self, kv: Tensor) -> None:
         """Appends verified tokens, `[layers, 2, kv_heads, tokens, head_dim]`."""
         count = kv.shape[3]
         if count > self.room:
@@ -320,7 +320,7 @@ class BoundedCache(DerivedCache):
         appended = min(count, self.room - self.entries)
         slots = list(range(self.entries, self.entries + appended))
         self.entries += appended
-        slots += self._victims(count - appended)
+        slots += self.victims(count - appended)
         if slots == list(range(slots[0], slots[0] + count)):
             self.kv[:, :, :, slots[0] : slots[0] + count] = kv
         else:
@@ -328,5 +328,5 @@ class BoundedCache(DerivedCache):
         self.verified_length += count
 
     @abstractmethod
-    def _victims(self, count: int) -> list[int]:
+    def victims(self, count: int) -> list[int]:
         """Returns the slots of `count` verified entries to overwrite, in the order of the new tokens."""

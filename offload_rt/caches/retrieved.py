@@ -305,7 +305,7 @@ class RetrievedCache(BoundedCache):
         if due:
             self._wanted = verified.queries
             self._drafted = False
-        self._append_verified(verified.kv)
+        self.append_verified(verified.kv)
         self._put_behind(kept)
 
     @property
@@ -351,7 +351,7 @@ class RetrievedCache(BoundedCache):
         if self._running is not None:
             self._running.close()
 
-    def _victims(self, count: int) -> list[int]:
+    def victims(self, count: int) -> list[int]:
         slots = list(range(self._next_victim, self._next_victim - count, -1))
         self._next_victim -= count
         if count and self.buffer.held is not None:

@@ -49,7 +49,7 @@ class SharedCache(BoundedCache):
         length, page = self._source.verified_length, self._layout.page_size
         self.entries, self.verified_length = 0, length // page * page
         if length > self.verified_length:
-            self._append_verified(self._source.engine.read(self.verified_length, length))
+            self.append_verified(self._source.engine.read(self.verified_length, length))
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         if not self._paged:
@@ -65,10 +65,10 @@ class SharedCache(BoundedCache):
             total.add(*self._cpu.finish(started))
         return total.result(softmax.sinks)
 
-    def _append_verified(self, kv: Tensor) -> None:
+    def append_verified(self, kv: Tensor) -> None:
         for portion in kv.split(self.PORTION, dim=3):
             self._drop_full_pages()
-            super()._append_verified(portion)
+            super().append_verified(portion)
 
     def _drop_full_pages(self) -> None:
         page = self._layout.page_size
@@ -79,5 +79,5 @@ class SharedCache(BoundedCache):
             if self._source.sequence.length < self._paged:
                 self._source.engine.flush()
 
-    def _victims(self, count: int) -> list[int]:
-        return []  # `_append_verified` has made room for all
+    def victims(self, count: int) -> list[int]:
+        return []  # `append_verified` has made room for all

@@ -71,23 +71,23 @@ class StreamingCache(BoundedCache):
         self.reset()
         length = self._source.verified_length
         recent = max(self.sinks, length - self.window)
-        self._append_verified(self._source.engine.read(0, min(self.sinks, length)))
+        self.append_verified(self._source.engine.read(0, min(self.sinks, length)))
         if recent > self.sinks:
             self.skip(recent - self.sinks)
         if length > recent:
-            self._append_verified(self._source.engine.read(recent, length))
+            self.append_verified(self._source.engine.read(recent, length))
 
-    def _append_verified(self, kv: Tensor) -> None:
+    def append_verified(self, kv: Tensor) -> None:
         # In portions, as more tokens than the window has slots may be appended.
         first = max(0, min(self.sinks - self.entries, kv.shape[3]))
         if first:
             self._sink_keys[:, :, self.entries : self.entries + first] = kv[:, 0, :, :first]
-            super()._append_verified(kv[:, :, :, :first])
+            super().append_verified(kv[:, :, :, :first])
         for start in range(first, kv.shape[3], self.window):
-            super()._append_verified(kv[:, :, :, start : start + self.window])
+            super().append_verified(kv[:, :, :, start : start + self.window])
         self._move_sinks()
 
-    def _victims(self, count: int) -> list[int]:
+    def victims(self, count: int) -> list[int]:
         slots = [self.sinks + (self._oldest + i) % self.window for i in range(count)]
         self._oldest = (self._oldest + count) % self.window
         return slots
