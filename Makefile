@@ -31,8 +31,9 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 	EMULATED_CUDA=late $(BIN)/python -m pytest -n auto --dist worksteal -m gpu
-	EMULATED_CUDA=random $(BIN)/python -m pytest -m gpu tests/cpu_kv
-	EMULATED_CUDA=late EMULATED_GPUS=1 $(BIN)/python -m pytest -m gpu tests/engine/test_packed_engine.py -k triforce
+	EMULATED_CUDA=random $(BIN)/python -m pytest -m gpu tests/cpu_kv & beside=$$!; \
+	EMULATED_CUDA=late EMULATED_GPUS=1 $(BIN)/python -m pytest -m gpu tests/engine/test_packed_engine.py -k triforce \
+	  || { wait $$beside; false; } && wait $$beside
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
