@@ -142,9 +142,8 @@ class Growth(Proposal, ABC):
         """
         entries, newest = self._entries, self._levels[-1] if self._levels else None
         sequence, nodes = entries.lacking(self._view, self._parents, self._levels)
-        if (
-            sequence and newest is not None and self._verifier.first_order is not None
-        ):  # for the sequence alone
+        if sequence and newest is not None and self._verifier.first_order is not None:
+            # The first order is only for the sequence.
             yield from self._pass(entries.chain(len(sequence)), sequence, first=True)
             sequence = []
         parents = [*entries.chain(len(sequence)), *entries.place(self._parents, len(sequence))]
