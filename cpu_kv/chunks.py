@@ -12,9 +12,13 @@ from cpu_kv.views import KVPages, head_major
 class ChunkMeans:
     """Mean keys of each full chunk of one sequence (TriForce, section 4.1), and on request mean values.
 
-    A chunk is ``chunk_size`` consecutive tokens; the first chunk starts at token 0, and a chunk never crosses
+    A chunk is `chunk_size` consecutive tokens; the first chunk starts at token 0, and a chunk never crosses
     a page boundary. Sums are taken in float32, and the means are stored in the layout's dtype, layer by
-    layer. ``values``: whether to keep mean values too.
+    layer.
+
+    Args:
+        chunk_size: tokens per chunk.
+        values: whether to keep mean values too.
     """
 
     def __init__(self, layout: KVLayout, chunk_size: int, *, values: bool = False):
@@ -25,14 +29,15 @@ class ChunkMeans:
         self._counts = [0] * layout.layers
 
     def means(self, layer: int) -> Tensor:
-        """Returns a view ``[sides, kv_heads, chunks, head_dim]`` of the means, valid until the next append.
+        """Returns a view of the means, valid until the next append.
 
-        ``sides``: 1 for keys alone, 2 for keys and values.
+        Returns:
+            `[sides, kv_heads, chunks, head_dim]`: 1 side for keys only, 2 for keys and values.
         """
         return self._means[layer][:, :, : self._counts[layer]]
 
     def reserve(self, tokens: int) -> None:
-        """Allocates memory for the chunks of ``tokens`` tokens in every layer."""
+        """Allocates memory for the chunks of `tokens` tokens in every layer."""
         for layer in range(self.layout.layers):
             self._grow(layer, tokens // self.chunk_size)
 
@@ -41,7 +46,7 @@ class ChunkMeans:
         return (self.chunk_size, self._sides) == (other.chunk_size, other._sides)
 
     def begin_with(self, other: ChunkMeans, length: int) -> None:
-        """Takes the means of the first ``length`` tokens from another sequence's of the same kind."""
+        """Takes the means of the first `length` tokens from another sequence's of the same kind."""
         full = length // self.chunk_size
         for layer in range(self.layout.layers):
             self._grow(layer, full)
@@ -49,7 +54,7 @@ class ChunkMeans:
             self._counts[layer] = full
 
     def missing(self, layer: int, length: int) -> tuple[int, int]:
-        """Returns the range of tokens whose chunks are full at ``length`` tokens but have no mean yet."""
+        """Returns the range of tokens whose chunks are full at `length` tokens but have no mean yet."""
         full = max(length // self.chunk_size, self._counts[layer])
         return self._counts[layer] * self.chunk_size, full * self.chunk_size
 
@@ -65,11 +70,11 @@ class ChunkMeans:
         self._counts[layer] = full
 
     def cut(self, layer: int, length: int) -> None:
-        """Drops the means of a layer's chunks that are not full at ``length`` tokens."""
+        """Drops the means of a layer's chunks that are not full at `length` tokens."""
         self._counts[layer] = min(self._counts[layer], length // self.chunk_size)
 
     def truncate(self, length: int) -> None:
-        """Drops the means of chunks that are no longer full at ``length`` tokens."""
+        """Drops the means of chunks that are no longer full at `length` tokens."""
         for layer in range(len(self._counts)):
             self.cut(layer, length)
 

@@ -29,9 +29,10 @@ class KVLayout(KVSizes):
         return self.pages_shape(pages), self.dtype
 
     def tokens_in(self, keys: Tensor, values: Tensor) -> int:
-        """Returns the number of tokens of keys and values ``[kv_heads, n, head_dim]``.
+        """Returns the number of tokens of keys and values `[kv_heads, n, head_dim]`.
 
-        Raises ValueError if their shape or dtype differs from the layout's: nothing is converted.
+        Raises:
+            ValueError: their shape or dtype differs from the layout's; nothing is converted.
         """
         for name, tensor in (("keys", keys), ("values", values)):
             if tensor.dtype != self.dtype:

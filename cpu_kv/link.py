@@ -38,10 +38,12 @@ class Event(Protocol):
 
 
 class Link(Protocol):
-    """Copies between the store's memory and ``device``.
+    """Copies between the store's memory and a device.
 
-    ``in_place``: the device computes on the store's memory, and nothing needs to be copied.
-    ``bytes_per_second``: the rate to the device if it is fixed, otherwise None.
+    Attributes:
+        device: the one that computes.
+        in_place: it computes on the store's memory, and nothing needs to be copied.
+        bytes_per_second: the rate to the device if it is fixed, otherwise None.
     """
 
     device: torch.device
@@ -53,10 +55,14 @@ class Link(Protocol):
     def copy(
         self, pairs: Pairs, after: Event | None = None, *, to_host: bool = False, urgent: bool = False
     ) -> Event:
-        """Copies (destination, source) pairs asynchronously, not before ``after``.
+        """Copies (destination, source) pairs asynchronously.
 
-        ``urgent``: the copy overtakes prefetches. The call itself raises nothing; waiting for the returned
-        event raises CopyFailed if the copy failed.
+        The call itself raises nothing; waiting for the returned event raises CopyFailed if the copy failed.
+
+        Args:
+            after: the copy does not begin before it.
+            to_host: its direction; else to the device.
+            urgent: the copy overtakes prefetches.
         """
 
     def record_event(self) -> Event:
@@ -68,9 +74,10 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class CopyRecord:
-    """A copy that was made, and when: ``start`` and ``end`` in seconds of ``time.perf_counter``.
+    """A copy that was made, and when.
 
-    On a paced link they are the scheduled times.
+    Attributes:
+        start, end: in seconds of `time.perf_counter`; on a paced link, the scheduled times.
     """
 
     to_host: bool
@@ -94,7 +101,7 @@ class RecordingLink(Link, Protocol):
 
 
 def pair_bytes(pairs: Pairs) -> int:
-    """Returns the bytes that a copy of ``pairs`` moves."""
+    """Returns the bytes that a copy of `pairs` moves."""
     return sum(source.nbytes for _, source in pairs)
 
 
@@ -132,7 +139,7 @@ class FutureEvent(Event):
 
 
 class CpuLink:
-    """The link of a CPU, which computes on the store's memory in place. ``copy`` copies synchronously."""
+    """The link of a CPU, which computes on the store's memory in place. `copy` copies synchronously."""
 
     device = torch.device("cpu")
     in_place = True
@@ -158,7 +165,7 @@ class CpuLink:
 
 
 def failure(pairs: Pairs, to_host: bool, error: BaseException) -> CopyFailed:
-    """Returns the CopyFailed of a copy, caused by ``error``."""
+    """Returns the CopyFailed of a copy, caused by `error`."""
     shapes = [source.shape for _, source in pairs]
     failed = CopyFailed(f"{describe(shapes, pair_bytes(pairs), to_host)} failed: {error}")
     failed.__cause__ = error

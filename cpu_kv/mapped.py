@@ -47,7 +47,7 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 def device_view(memory: Tensor, device: torch.device) -> Tensor:
     """Returns page-locked host memory as a tensor of a CUDA device, of the same shape and dtype.
 
-    Kernels of that device read and write it over the link. ``memory`` must be contiguous and must outlive the
+    Kernels of that device read and write it over the link. `memory` must be contiguous and must outlive the
     view and all kernels that use it: the view does not keep it alive. Use elementwise kernels, gathers and
     reductions: `copy_` between the view and the device's memory would use a copy engine.
     """
@@ -112,7 +112,7 @@ class MappedBuffer:
 
     @classmethod
     def allocate(cls, byte_count: int, device: torch.device, count: int = 1) -> list[MappedBuffer]:
-        """Returns ``count`` buffers that share one allocation."""
+        """Returns `count` buffers that share one allocation."""
         with torch.inference_mode(False):  # tensors made in inference mode are read-only outside of it
             host = torch.empty(count, byte_count, dtype=torch.uint8, pin_memory=True)
             return [cls(*one) for one in zip(host, device_view(host, device), strict=True)]
@@ -136,7 +136,7 @@ class SmallCopies:
         self._buffers = deque(MappedBuffer.allocate(self.MOST_BYTES, device, self.BUFFERS))
 
     def to_device(self, source: Tensor) -> Tensor:
-        """Returns a copy on the device. The host does not wait, and ``source`` may be changed at once."""
+        """Returns a copy on the device. The host does not wait, and `source` may be changed at once."""
         if source.nbytes > self.MOST_BYTES:
             return source.pin_memory().to(self._device, non_blocking=True)
         buffer = self._take()
@@ -224,11 +224,13 @@ class PeerCopies:
         self._buffers = deque((*pair, torch.cuda.Event()) for pair in zip(*views, strict=True))
 
     def copy(self, tensor: Tensor, sending: torch.cuda.Stream, receiving: torch.cuda.Stream) -> Tensor:
-        """Returns a copy of ``tensor`` on the destination. The host does not wait.
+        """Returns a copy of `tensor` on the destination. The host does not wait.
 
-        ``sending``: the stream of the source that writes ``tensor``, and sends it.
-        ``receiving``: the stream of the destination that waits for the copy and reads it. The streams are
-        named because current ones do not tell them apart where both are on one device.
+        The streams are named because current ones do not tell them apart where both are on one device.
+
+        Args:
+            sending: the stream of the source that writes `tensor`, and sends it.
+            receiving: the stream of the destination that waits for the copy and reads it.
         """
         if tensor.nbytes > self.MOST_BYTES:
             return self._copy_by_driver(tensor, sending, receiving)

@@ -16,9 +16,11 @@ from cpu_kv.link import CopyRecord, Event, FutureEvent, Pairs, PastEvent, failur
 class PacedLink:
     """Emulates a link of a given bandwidth between CPU tensors.
 
-    A copy takes at least ``latency_s`` + bytes / ``bytes_per_second`` from when its direction was free, and
-    writes its destination only then. Raises ValueError unless ``bytes_per_second`` is positive and
-    ``latency_s`` is not negative.
+    A copy takes at least `latency_s` + bytes / `bytes_per_second` from when its direction was free, and
+    writes its destination only then.
+
+    Raises:
+        ValueError: `bytes_per_second` is not positive, or `latency_s` is negative.
     """
 
     device = torch.device("cpu")
@@ -70,7 +72,7 @@ class PacedLink:
             destination.copy_(source)
 
     def _serve(self, direction: _Direction) -> None:
-        """Makes all requested copies: usually one, or more if an interrupt kept ``copy`` from submitting."""
+        """Makes all requested copies: usually one, or more if an interrupt kept `copy` from submitting."""
         while waiting := direction.waiting[True] or direction.waiting[False]:
             request = waiting.popleft()
             try:

@@ -2,15 +2,15 @@
 
 Sign and mantissa of a bfloat16 value take 8 bits as they are. Its exponent takes 4: its distance from a base,
 the exponent of the channel's largest value in the page less 14. Exponents below the base are escapes: their
-code is 15, and the page lists them. A packed page has a fixed size, so consecutive ones are contiguous::
+code is 15, and the page lists them. A packed page has a fixed size, so consecutive ones are contiguous:
 
     escapes   int32 [words]                               their number, then position << 8 | exponent, rising
     bases     uint8 [2, kv_heads, head_dim]               of keys, then of values
     rows      uint8 [2, kv_heads, page_size, 3 * head_dim / 2]
 
-A row holds the signs and mantissas of a token's channels, then its codes: byte ``i`` those of channels ``i``
-and, in its upper half, ``i + head_dim / 2``. A position counts the values of the page in the order of
-``KVLayout.pages_shape``. A page with more escapes than the list has room for cannot be packed.
+A row holds the signs and mantissas of a token's channels, then its codes: byte `i` those of channels `i`
+and, in its upper half, `i + head_dim / 2`. A position counts the values of the page in the order of
+`KVLayout.pages_shape`. A page with more escapes than the list has room for cannot be packed.
 
 The functions of `PageCodec` are plain torch, for any device: the reference of faster ones.
 """
@@ -30,36 +30,39 @@ class PackedShape(PackedSizes):
     """The shape of a page of one layer, with views of the parts of its packed form."""
 
     def escapes(self, packed: Tensor) -> Tensor:
-        """Returns a view of the lists of escapes, int32 ``[pages, words]``."""
+        """Returns a view of the lists of escapes, int32 `[pages, words]`."""
         return packed[:, : self.bases_at].view(torch.int32)
 
     def bases(self, packed: Tensor) -> Tensor:
-        """Returns a view of the bases, ``[pages, 2, kv_heads, head_dim]``."""
+        """Returns a view of the bases, `[pages, 2, kv_heads, head_dim]`."""
         sizes = (2, self.kv_heads, self.head_dim)
         bases: Tensor = packed[:, self.bases_at : self.rows_at].unflatten(1, sizes)
         return bases
 
     def rows(self, packed: Tensor) -> Tensor:
-        """Returns a view of the rows, ``[pages, 2, kv_heads, page_size, row_bytes]``."""
+        """Returns a view of the rows, `[pages, 2, kv_heads, page_size, row_bytes]`."""
         sizes = (2, self.kv_heads, self.page_size, self.row_bytes)
         rows: Tensor = packed[:, self.rows_at : self.rows_end].unflatten(1, sizes)
         return rows
 
     def overflows(self, packed: Tensor) -> Tensor:
-        """Returns which pages have more escapes than their list holds, ``[pages]``."""
+        """Returns which pages have more escapes than their list holds, `[pages]`."""
         return self.escapes(packed)[:, 0] > self.capacity
 
 
 class PageCodec:
     """Packs and unpacks pages. Nothing waits for a device.
 
-    ``packed`` is uint8 ``[pages, PackedShape.nbytes]``.
+    Packed pages are uint8 `[pages, PackedShape.nbytes]`.
     """
 
     def encode(self, shape: PackedShape, pages: Tensor) -> Tensor:
-        """Returns pages ``[pages, 2, kv_heads, page_size, head_dim]`` of bfloat16 in packed form.
+        """Returns pages in packed form.
 
-        A page that ``PackedShape.overflows`` is not whole in this form.
+        A page that `PackedShape.overflows` is not whole in this form.
+
+        Args:
+            pages: bfloat16 `[pages, 2, kv_heads, page_size, head_dim]`.
         """
         packed = pages.new_empty(len(pages), shape.nbytes, dtype=torch.uint8)
         step = max(1, VALUES_AT_A_TIME // shape.values)
@@ -68,9 +71,11 @@ class PageCodec:
         return packed
 
     def decode(self, shape: PackedShape, packed: Tensor, out: Tensor, first_side: int = 0) -> None:
-        """Unpacks pages to ``out``, bfloat16 ``[pages, sides, kv_heads, page_size, head_dim]``.
+        """Unpacks pages.
 
-        ``first_side``: 0: keys come first; 1: ``out`` has values alone.
+        Args:
+            out: output, bfloat16 `[pages, sides, kv_heads, page_size, head_dim]`.
+            first_side: 0: keys come first; 1: `out` has only values.
         """
         step = max(1, VALUES_AT_A_TIME // shape.values)
         for some, there in zip(packed.split(step), out.split(step), strict=True):
@@ -90,10 +95,12 @@ class PageCodec:
         token: Tensor,
         out: Tensor,
     ) -> None:
-        """Unpacks runs of tokens, each of one page and head, of the keys (``side`` 0) or the values (1).
+        """Unpacks runs of tokens, each of one page and head.
 
-        ``out``: contiguous, ``[runs, n, head_dim]``: tokens ``token`` .. ``token + n`` of each run.
-        ``page``, ``head``, ``token``: of each run, int64.
+        Args:
+            side: 0: of the keys; 1: of the values.
+            page, head, token: of each run, int64.
+            out: output, contiguous, `[runs, n, head_dim]`: tokens `token` .. `token + n` of each run.
         """
         tokens = token[:, None] + torch.arange(out.shape[1], device=token.device)
         pages, heads = page[:, None], head[:, None]
@@ -129,7 +136,7 @@ def _encode(shape: PackedShape, pages: Tensor, out: Tensor) -> None:
 
 
 def _bits(rows: Tensor, bases: Tensor) -> Tensor:
-    """Returns the int16 bits of rows ``[…, row_bytes]`` with bases ``[…, head_dim]``, without escapes."""
+    """Returns the int16 bits of rows `[…, row_bytes]` with bases `[…, head_dim]`, without escapes."""
     dim = bases.shape[-1]
     exact, codes = rows[..., :dim].to(torch.int32), rows[..., dim:].to(torch.int32)
     exponents = torch.cat([codes & 15, codes >> 4], dim=-1) + bases
@@ -138,9 +145,12 @@ def _bits(rows: Tensor, bases: Tensor) -> Tensor:
 
 
 def _restore_escapes(lists: Tensor, bits: Tensor, first: int | Tensor) -> None:
-    """Gives values ``bits`` ``[n, values]`` of pages their exponents from the pages' ``lists``, in place.
+    """Gives values of pages their exponents from the pages' lists.
 
-    ``first``: position of the first value, one or ``[n, 1]``.
+    Args:
+        lists: see `PackedShape.escapes`.
+        bits: updated in place, `[n, values]`.
+        first: position of the first value, for all pages or `[n, 1]`.
     """
     place, at = torch.arange(lists.shape[1], device=lists.device), (lists >> 8) - first
     valid = (place > 0) & (place <= lists[:, :1]) & (at >= 0) & (at < bits.shape[1])

@@ -24,10 +24,13 @@ from cpu_kv.views import KVPages, PackedPages, PlainPages
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """Memory for ``pages`` pages: for each layer a tensor of ``KVLayout.slab_shape``.
+    """Memory for many pages.
 
-    ``unpacked``: of each layer, pages of a packed store that are kept as they are, by their numbers.
-    ``mapped``: views of the slab's tensors for kernels of a device, by layer and device.
+    Attributes:
+        pages: their number.
+        layers: for each layer a tensor of `KVLayout.slab_shape`.
+        unpacked: of each layer, pages of a packed store that are kept as they are, by their numbers.
+        mapped: views of the slab's tensors for kernels of a device, by layer and device.
     """
 
     number: int
@@ -38,7 +41,7 @@ class Slab:
 
 
 def locked_pieces(slab: Tensor, first: int, last: int) -> Iterator[Tensor]:
-    """Yields pages ``first`` .. ``last`` of a slab, split where its page-locked pieces meet."""
+    """Yields pages `first` .. `last` of a slab, split where its page-locked pieces meet."""
     entries, page, size = slab.view(-1), slab[0].numel(), slab.itemsize
     for piece_start, piece_end in pieces(slab.nbytes):
         start, end = max(first * page, piece_start // size), min(last * page, piece_end // size)
@@ -49,7 +52,8 @@ def locked_pieces(slab: Tensor, first: int, last: int) -> Iterator[Tensor]:
 class PagePool:
     """The pages of a store, each of which one or more sequences own, or none: then it is free.
 
-    For ``pin``, ``on_warning`` and ``codec`` see ``PagedKVStore``.
+    Args:
+        pin, on_warning, codec: see `PagedKVStore`.
     """
 
     def __init__(
@@ -91,9 +95,9 @@ class PagePool:
         self._allocator.close()
 
     def take(self, count: int, slab_pages: int) -> list[tuple[Slab, int]]:
-        """Returns ``count`` pages, the lowest free ones first.
+        """Returns `count` pages, the lowest free ones first.
 
-        If there are too few, a slab of at least ``slab_pages`` pages is allocated.
+        If there are too few, a slab of at least `slab_pages` pages is allocated.
         """
         missing = count - len(self._free)
         if missing > 0:
@@ -114,7 +118,7 @@ class PagePool:
             heapq.heappush(self._free, (slab.number, page))
 
     def share(self, slab: Slab, first: int, last: int) -> None:
-        """Gives pages ``first`` .. ``last`` of a slab one more owner each."""
+        """Gives pages `first` .. `last` of a slab one more owner each."""
         self._shared.update((slab.number, page) for page in range(first, last))
 
     def is_shared(self, slab: Slab, page: int) -> bool:
@@ -142,9 +146,9 @@ class PagePool:
     def forms(
         self, slab: Slab, layer: int, first: int, last: int
     ) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Yields the ranges of pages ``first`` .. ``last`` that lie in the slab, and between them the others.
+        """Yields the ranges of pages `first` .. `last` that lie in the slab, and between them the others.
 
-        Of these, each comes with its memory (``KVLayout.pages_shape``).
+        Of these, each comes with its memory (`KVLayout.pages_shape`).
         """
         unpacked = slab.unpacked[layer]
         for page in sorted(page for page in tuple(unpacked) if first <= page < last):
@@ -156,7 +160,7 @@ class PagePool:
             yield first, last, None
 
     def views(self, slab: Slab, layer: int, start: int, end: int) -> list[KVPages]:
-        """Returns views of the tokens ``start`` .. ``end`` of a slab, see ``KVPages.span``."""
+        """Returns views of the tokens `start` .. `end` of a slab, see `KVPages.span`."""
         memory, page, found = self.memory(slab, layer), self._layout.page_size, list[KVPages]()
         if not self._layout.packed:
             return PlainPages.of(memory).span(start, end)
@@ -171,9 +175,10 @@ class PagePool:
         return found
 
     def open(self, slab: Slab, layer: int, page: int, *, keep: bool = False) -> Tensor:
-        """Returns the memory of a page that tokens may be written to, of ``KVLayout.pages_shape``.
+        """Returns the memory of a page that tokens may be written to, of `KVLayout.pages_shape`.
 
-        ``keep``: whether to unpack what is there.
+        Args:
+            keep: whether to unpack the tokens that it has.
         """
         memory, unpacked = self.memory(slab, layer)[page : page + 1], slab.unpacked[layer]
         if not self._layout.packed:
@@ -189,7 +194,7 @@ class PagePool:
         return unpacked[page]
 
     def pack(self, slab: Slab, layer: int, first: int, last: int) -> None:
-        """Packs those of the pages ``first`` .. ``last``, all full, that are not packed and can be."""
+        """Packs those of the pages `first` .. `last`, all full, that are not packed and can be."""
         shape, unpacked = self._layout.packed_shape, slab.unpacked[layer]
         for page, _, values in list(self.forms(slab, layer, first, last)):
             if values is None:

@@ -37,20 +37,25 @@ def _unregister_with_cuda(address: int) -> int:
 
 @dataclass(frozen=True)
 class PageLocking:
-    """Functions that page-lock memory: ``register(address, bytes)``, ``unregister(address)``; 0: success."""
+    """Functions that page-lock memory; they return 0 for success.
+
+    Attributes:
+        register: takes an address and a number of bytes.
+        unregister: takes the address.
+    """
 
     register: Callable[[int, int], int] = _register_with_cuda
     unregister: Callable[[int], int] = _unregister_with_cuda
 
 
 def pieces(byte_count: int) -> list[tuple[int, int]]:
-    """Returns start and end of each piece of a slab of ``byte_count`` bytes, relative to the slab."""
+    """Returns start and end of each piece of a slab of `byte_count` bytes, relative to the slab."""
     return [(start, min(start + PIECE_BYTES, byte_count)) for start in range(0, byte_count, PIECE_BYTES)]
 
 
 @dataclass(frozen=True)
 class _Slab:
-    memory: Tensor  # uint8: ``size`` bytes, rounded up to whole pages of the system
+    memory: Tensor  # uint8: `size` bytes, rounded up to whole pages of the system
     size: int
     locked: list[tuple[int, int]] = field(default_factory=list)  # address and bytes of each piece
 
@@ -58,9 +63,13 @@ class _Slab:
 class SlabAllocator:
     """Allocates slabs one after another in a background thread, in huge pages if the system has them.
 
-    ``pin``: whether to page-lock the slabs; without CUDA, and without ``locking``, they stay pageable. A
-    piece that CUDA refuses to lock stays pageable too, and ``on_warning`` (default: Python's ``warnings``) is
-    called once. Must be used from one thread.
+    Must be used from one thread.
+
+    Args:
+        pin: whether to page-lock the slabs; without CUDA, and without `locking`, they stay pageable. A piece
+            that CUDA refuses to lock stays pageable too.
+        on_warning: called once if CUDA refuses (default: Python's `warnings`).
+        locking: how memory is page-locked; None: by CUDA.
     """
 
     # torch's own pinned allocator rounds sizes up to powers of two: a slab of 33 GiB would take 64.
@@ -92,7 +101,11 @@ class SlabAllocator:
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Future[Tensor]:
         """Starts allocating an uninitialised CPU tensor; allocations are made in the order of the calls.
 
-        The future raises MemoryError if memory is short. Raises RuntimeError after ``close``.
+        Returns:
+            A future, which raises MemoryError if memory is short.
+
+        Raises:
+            RuntimeError: the allocator is closed.
         """
         if not self._give_back_all.alive:
             raise RuntimeError("the slab allocator is closed")
@@ -107,7 +120,8 @@ class SlabAllocator:
     def release(self, tensor: Tensor) -> None:
         """Unlocks a slab. Its memory is freed once nothing refers to the tensor.
 
-        Raises ValueError for a tensor that is not a slab of this allocator.
+        Raises:
+            ValueError: the tensor is not a slab of this allocator.
         """
         with self._slabs_lock:
             slab = self._slabs.pop(tensor.untyped_storage().data_ptr(), None)
@@ -159,7 +173,7 @@ class SlabAllocator:
 
 
 def _whole_pages(size: int) -> Tensor:
-    """Returns at least ``size`` bytes of untouched memory, which lives as long as any view of it."""
+    """Returns at least `size` bytes of untouched memory, which lives as long as any view of it."""
     length = max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
     # mmap's default is shared memory, which seldom gets huge pages.
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE)

@@ -24,7 +24,7 @@ def page_locked_bytes(size: int) -> int:
 
 
 class Element(Protocol):
-    """The type of a number in memory: an ``ElementType``, or a dtype of torch."""
+    """The type of a number in memory: an `ElementType`, or a dtype of torch."""
 
     @property
     def itemsize(self) -> int:
@@ -112,8 +112,11 @@ class PackedSizes:
 class KVSizes:
     """Layers, heads, element type and page size of the KV of one model, and the bytes that follow from them.
 
-    ``page_size`` is in tokens. ``packed``: pages are stored in 12 bits per value once they are full; see
-    `packed`. A plan knows the element type by name; ``KVLayout`` has that of tensors.
+    A plan knows the element type by name; `KVLayout` has that of tensors.
+
+    Attributes:
+        page_size: in tokens.
+        packed: pages are stored in 12 bits per value once they are full; see `packed.py`.
     """
 
     layers: int
@@ -168,35 +171,35 @@ class KVSizes:
         return pages * self.page_bytes + others * self.layer_token_bytes
 
     def pages(self, tokens: int) -> int:
-        """Returns the number of pages that hold ``tokens`` tokens, rounded up."""
+        """Returns the number of pages that hold `tokens` tokens, rounded up."""
         return -(-tokens // self.page_size)
 
     def reserved_bytes(self, tokens: int) -> int:
-        """Returns the bytes of the pages that hold ``tokens`` tokens, in all layers."""
+        """Returns the bytes of the pages that hold `tokens` tokens, in all layers."""
         return self.layers * self.pages(tokens) * self.page_bytes
 
     def means_bytes(self, tokens: int, chunk_size: int | None, page_means: bool) -> int:
-        """Returns the bytes of the means of ``tokens`` tokens; see ``PagedKVStore.new_sequence``."""
+        """Returns the bytes of the means of `tokens` tokens; see `PagedKVStore.new_sequence`."""
         chunks = 0 if chunk_size is None else tokens // chunk_size
         return (chunks + (2 * (tokens // self.page_size) if page_means else 0)) * self.token_bytes // 2
 
     def pages_shape(self, pages: int) -> tuple[int, int, int, int, int]:
-        """Returns the shape of pages of one layer, ``[pages, 2, kv_heads, page_size, head_dim]``.
+        """Returns the shape of pages of one layer, `[pages, 2, kv_heads, page_size, head_dim]`.
 
         A page holds its keys, then its values. Consecutive pages are contiguous in memory.
         """
         return (pages, 2, self.kv_heads, self.page_size, self.head_dim)
 
     def segment_tokens(self, byte_count: int, tokens: int) -> int:
-        """Returns the tokens of a segment, whole pages of one layer that are at most ``byte_count`` bytes.
+        """Returns the tokens of a segment, whole pages of one layer that are at most `byte_count` bytes.
 
-        At most half of the layer's ``tokens``, so that copies and compute overlap in short sequences
+        At most half of the layer's `tokens`, so that copies and compute overlap in short sequences
         too, and at least one page.
         """
         most = min(byte_count // self.layer_token_bytes, tokens // 2)
         return max(1, most // self.page_size) * self.page_size
 
     def check_whole(self, start: int, end: int) -> None:
-        """Raises ValueError if the tokens ``start`` .. ``end`` are not whole pages."""
+        """Raises ValueError if the tokens `start` .. `end` are not whole pages."""
         if start % self.page_size or end % self.page_size:
             raise ValueError(f"tokens {start} to {end} are not whole pages of {self.page_size}")

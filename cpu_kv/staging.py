@@ -19,10 +19,12 @@ from cpu_kv.views import KVPages, PackedPages, PlainPages
 
 @dataclass(eq=False)
 class StagingSlot:
-    """A device buffer for one segment, ``memory`` in bytes, and its two events.
+    """A device buffer for one segment, and its two events.
 
-    ``free``: end of the compute that read the previous segment; the copy of the next one waits for it.
-    ``ready``: end of that copy; the compute that reads the segment waits for it.
+    Attributes:
+        memory: bytes.
+        free: end of the compute that read the previous segment; the copy of the next one waits for it.
+        ready: end of that copy; the compute that reads the segment waits for it.
     """
 
     memory: Tensor
@@ -31,10 +33,14 @@ class StagingSlot:
 
 
 class StagingRing:
-    """A ring of ``buffers`` slots for segments of ``segment_tokens`` tokens, rounded up to whole pages.
+    """A ring of slots for segments.
 
     On a GPU, one more buffer has room for the unpacked pages of a segment, for compute that does not read
     packed ones.
+
+    Args:
+        segment_tokens: tokens of a segment, rounded up to whole pages.
+        buffers: number of slots.
     """
 
     def __init__(self, link: Link, layout: KVLayout, segment_tokens: int, buffers: int):
@@ -59,7 +65,7 @@ class StagingRing:
         return len(self._idle)
 
     def acquire(self) -> StagingSlot:
-        """Returns the least recently released slot. The caller copies after ``free`` and sets ``ready``."""
+        """Returns the least recently released slot. The caller copies after `free` and sets `ready`."""
         return self._idle.popleft()
 
     def release(self, slot: StagingSlot) -> None:
@@ -120,7 +126,7 @@ class HostBuffers:
         return buffer[:entries].view(tuple(shape))
 
     def hold(self, event: Event) -> None:
-        """Reserves the buffer that was taken last until ``event``."""
+        """Reserves the buffer that was taken last until `event`."""
         self._turns[-1] = (self._turns[-1][0], event)
 
     def drain(self) -> None:

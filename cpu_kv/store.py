@@ -34,12 +34,14 @@ class _Run:
 class PagedKVStore:
     """Stores the KV of any number of sequences in pages, which sequences with one beginning may share.
 
-    ``pin``: whether to page-lock the memory, so that a GPU copies from it at full rate. ``slab_tokens``: by
-    how many tokens a sequence grows beyond what it has reserved. ``on_warning``: called once if page-locking
-    is refused. ``codec``: packs and unpacks pages, if the layout says so. A store and its sequences must be
-    used from one thread, but other threads may read committed tokens of a sequence that is not appended to,
-    truncated or closed meanwhile. Raises RuntimeError if used
-    after ``close``.
+    A store and its sequences must be used from one thread, but other threads may read committed tokens of a
+    sequence that is not appended to, truncated or closed meanwhile. Raises RuntimeError after `close`.
+
+    Args:
+        pin: whether to page-lock the memory, so that a GPU copies from it at full rate.
+        slab_tokens: by how many tokens a sequence grows beyond what it has reserved.
+        on_warning: called once if page-locking is refused.
+        codec: packs and unpacks pages, if the layout says so.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class PagedKVStore:
     def new_sequence(self, chunk_size: int | None = None, page_means: bool = False) -> SequenceKV:
         """Returns an empty sequence, which on request keeps means of its tokens as they are appended.
 
-        ``chunk_size``: tokens of the chunks whose mean keys are kept in ``summaries``; None: none are kept.
-        ``page_means``: whether to keep the mean keys and values of pages.
+        Args:
+            chunk_size: tokens of the chunks whose mean keys are kept in `summaries`; None: none are kept.
+            page_means: whether to keep the mean keys and values of pages.
         """
         self._check_open()
         sequence = SequenceKV(self, chunk_size, page_means)
@@ -103,7 +106,7 @@ class PagedKVStore:
 
 
 class SequenceKV:
-    """Committed keys and values of one sequence. Created by ``PagedKVStore.new_sequence``.
+    """Committed keys and values of one sequence. Created by `PagedKVStore.new_sequence`.
 
     A pass appends to one layer after another, so that the lengths of layers differ meanwhile. Views stay
     valid until their tokens are truncated or the sequence is closed. Raises RuntimeError if used after the
@@ -137,7 +140,7 @@ class SequenceKV:
         return self._pages * self.layout.page_size
 
     def room_after(self, length: int) -> int:
-        """Returns for how many tokens there are pages once the sequence is truncated to ``length``.
+        """Returns for how many tokens there are pages once the sequence is truncated to `length`.
 
         Pages behind it that others share are not free then, and one that it cuts has to be copied.
         """
@@ -146,12 +149,12 @@ class SequenceKV:
         return (self._pages - shared) * self.layout.page_size
 
     def layer_length(self, layer: int) -> int:
-        """Number of tokens that are present in ``layer``."""
+        """Number of tokens that are present in `layer`."""
         self._check(layer)
         return self._lengths[layer]
 
     def reserve(self, tokens: int) -> None:
-        """Reserves pages for ``tokens`` tokens in total: free ones, and one new slab for the others.
+        """Reserves pages for `tokens` tokens in total: free ones, and one new slab for the others.
 
         Returns at once; memory is allocated in the background. If memory is short, MemoryError is raised when
         the pages are first used.
@@ -162,24 +165,26 @@ class SequenceKV:
             means.reserve(tokens)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Appends keys and values ``[kv_heads, n, head_dim]``, on any device, to ``layer``, synchronously.
+        """Appends keys and values `[kv_heads, n, head_dim]`, on any device, to `layer`, synchronously.
 
-        Raises ValueError if shape or dtype differs from the layout's, MemoryError if memory is short.
+        Raises:
+            ValueError: shape or dtype differs from the layout's.
+            MemoryError: memory is short.
         """
         self._check(layer)
         self._append((layer,), self._lengths[layer], [(keys, values)])
 
     def append_layers(self, kv: Tensor) -> None:
-        """Appends keys and values ``[layers, 2, kv_heads, n, head_dim]`` to all layers, or to none.
+        """Appends keys and values `[layers, 2, kv_heads, n, head_dim]` to all layers, or to none.
 
-        Where an exception ends it, an interrupt too, every layer has its tokens or none has. Raises
-        ValueError and MemoryError as ``append``.
+        Where an exception ends it, an interrupt too, every layer has its tokens or none has. Raises the
+        errors of `append`.
         """
         self._check()
         self._append(range(self.layout.layers), self.length, [(keys, values) for keys, values in kv])
 
     def _append(self, layers: Sequence[int], start: int, kv: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Writes keys and values of these layers behind their first ``start`` tokens, and counts them."""
+        """Writes keys and values of these layers behind their first `start` tokens, and counts them."""
         count = self.layout.tokens_in(*kv[0])
         self._grow(start + count, slab_pages=self._store._slab_pages)
         for layer, (keys, values) in zip(layers, kv, strict=True):
@@ -189,15 +194,16 @@ class SequenceKV:
         self._advance(layers, start, count)
 
     def advance(self, layer: int, count: int) -> None:
-        """Appends ``count`` tokens whose KV was already written to ``memory``, or to ``open_page``.
+        """Appends `count` tokens whose KV was already written to `memory`, or to `open_page`.
 
-        Raises ValueError if their pages were not reserved.
+        Raises:
+            ValueError: their pages were not reserved.
         """
         self._check(layer)
         self._advance((layer,), self._lengths[layer], count)
 
     def _advance(self, layers: Sequence[int], start: int, count: int) -> None:
-        """Counts ``count`` tokens that were written behind the first ``start`` ones of these layers."""
+        """Counts `count` tokens that were written behind the first `start` ones of these layers."""
         length, room = start + count, self._pages * self.layout.page_size
         if count < 0 or length > room:
             raise ValueError(f"cannot advance by {count} from {start}: room for {room}")
@@ -213,7 +219,7 @@ class SequenceKV:
                 self._pool.pack(run.slab, layer, first_page, last_page)
 
     def _extend(self, means: ChunkMeans, layer: int, length: int) -> None:
-        """Computes the means that are missing of a layer's first ``length`` tokens."""
+        """Computes the means that are missing of a layer's first `length` tokens."""
         first, end = means.missing(layer, length)
         for part in self._span(layer, first, end) if first < end else ():
             means.extend(layer, part)
@@ -221,9 +227,11 @@ class SequenceKV:
     def keep_means(self, chunk_size: int | None = None, page_means: bool = False) -> None:
         """Keeps further means from here on, and computes those of the tokens that are present.
 
-        Means that the sequence keeps already stay. For the arguments see ``PagedKVStore.new_sequence``;
-        afterwards ``summaries`` are of chunks of ``chunk_size`` tokens, unless it is None. No other thread
-        may append or read means meanwhile.
+        Means that the sequence keeps already stay. No other thread may append or read means meanwhile.
+
+        Args:
+            chunk_size: of `summaries` afterwards; None: those stay.
+            page_means: see `PagedKVStore.new_sequence`.
         """
         self._check()
         if chunk_size is not None:
@@ -232,7 +240,7 @@ class SequenceKV:
             self.page_means = self._kept(ChunkMeans(self.layout, self.layout.page_size, values=True))
 
     def _kept(self, wanted: ChunkMeans) -> ChunkMeans:
-        """Returns the means of the kind of ``wanted`` that the sequence keeps, which may be ``wanted``."""
+        """Returns the means of the kind of `wanted` that the sequence keeps, which may be `wanted`."""
         for means in filter(wanted.same_kind, self._means):
             return means
         for layer, length in enumerate(self._lengths):
@@ -241,12 +249,17 @@ class SequenceKV:
         return wanted
 
     def fork(self, length: int, chunk_size: int | None = None, page_means: bool = False) -> SequenceKV:
-        """Returns a new sequence of the store that begins with the first ``length`` tokens of this one.
+        """Returns a new sequence of the store that begins with the first `length` tokens of this one.
 
-        Both share the whole pages, and each gives them up on its own; the page that ``length`` cuts is
-        copied. For ``chunk_size`` and ``page_means`` see ``PagedKVStore.new_sequence``: means that this
-        sequence keeps are copied, others are computed. Raises ValueError if fewer than ``length`` tokens are
-        present in every layer, MemoryError if memory is short.
+        Both share the whole pages, and each gives them up on its own; the page that `length` cuts is
+        copied. Means that this sequence keeps are copied, others are computed.
+
+        Args:
+            chunk_size, page_means: see `PagedKVStore.new_sequence`.
+
+        Raises:
+            ValueError: fewer than `length` tokens are present in every layer.
+            MemoryError: memory is short.
         """
         self._check()
         if not 0 <= length <= self.length:
@@ -260,7 +273,7 @@ class SequenceKV:
         return fork
 
     def _begin_with(self, source: SequenceKV, length: int) -> None:
-        """Takes the first ``length`` tokens of another sequence. This one is empty."""
+        """Takes the first `length` tokens of another sequence. This one is empty."""
         whole = length // self.layout.page_size
         for run, first, last in source._runs_of(0, whole):
             self._pool.share(run.slab, first, last)
@@ -274,7 +287,7 @@ class SequenceKV:
             self.advance(layer, length)
 
     def _copied_page(self, length: int) -> tuple[Slab, int]:
-        """Returns a new page with the tokens of the page that ``length`` cuts, in every layer."""
+        """Returns a new page with the tokens of the page that `length` cuts, in every layer."""
         start = length // self.layout.page_size * self.layout.page_size
         ((slab, number),) = self._pool.take(1, slab_pages=1)
         try:
@@ -288,10 +301,13 @@ class SequenceKV:
         return slab, number
 
     def truncate(self, length: int) -> None:
-        """Truncates every layer to ``length`` tokens and frees all pages behind them, reserved ones too.
+        """Truncates every layer to `length` tokens and frees all pages behind them, reserved ones too.
 
-        A shared page that ``length`` cuts is copied, as what is appended would be written to it. Raises
-        ValueError if fewer than ``length`` tokens are present, MemoryError if there is none for that copy.
+        A shared page that `length` cuts is copied, as what is appended would be written to it.
+
+        Raises:
+            ValueError: fewer than `length` tokens are present.
+            MemoryError: there is none for that copy.
         """
         self._check()
         if not 0 <= length <= self.length:
@@ -306,9 +322,9 @@ class SequenceKV:
         self._keep_pages(self.layout.pages(length))
 
     def ends_at(self, length: int) -> bool:
-        """True if every layer has ``length`` tokens, and more can be appended, without ``truncate``.
+        """True if every layer has `length` tokens, and more can be appended, without `truncate`.
 
-        False after an exception that ended an append to one layer after another, or a ``truncate``.
+        False after an exception that ended an append to one layer after another, or a `truncate`.
         """
         return {*self._lengths} == {length} and not self._cuts_shared_page(length)
 
@@ -317,7 +333,7 @@ class SequenceKV:
         return any(self._pool.is_shared(run.slab, page) for run, page, _ in self._runs_of(*ends))
 
     def _replace_last_page(self, whole: int, slab: Slab, page: int) -> None:
-        """Puts a page in the place of all those behind the first ``whole`` ones."""
+        """Puts a page in the place of all those behind the first `whole` ones."""
         kept = [
             _Run(run.slab, first, run.start, last - first) for run, first, last in self._runs_of(0, whole)
         ]
@@ -329,10 +345,12 @@ class SequenceKV:
             self._pool.give_back(run_slab, number)
 
     def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KVPages]:
-        """Returns views of the tokens ``start`` .. ``end`` (default: all) of ``layer``, in order.
+        """Returns views of the tokens `start` .. `end` (default: all) of `layer`, in order.
 
-        Each is of consecutive whole pages, which may be packed, or of a part of one page, see
-        ``KVPages.span``. Raises ValueError if the range is not present.
+        Each is of consecutive whole pages, which may be packed, or of a part of one page, see `KVPages.span`.
+
+        Raises:
+            ValueError: the range is not present.
         """
         present = self.layer_length(layer)
         end = present if end is None else end
@@ -347,10 +365,12 @@ class SequenceKV:
         return kept[2]
 
     def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KVPages] | None:
-        """Returns ``views`` as tensors of a CUDA device, whose kernels read them over the link.
+        """Returns `views` as tensors of a CUDA device, whose kernels read them over the link.
 
-        Returns None for other devices, and if the memory is packed or not page-locked. Not for ``copy_``, see
-        ``mapped.device_view``. The tokens must not be truncated while a kernel reads them.
+        Not for `copy_`, see `mapped.device_view`. The tokens must not be truncated while a kernel reads them.
+
+        Returns:
+            The views; None for other devices, and if the memory is packed or not page-locked.
         """
         self.views(layer, start, end)  # raises ValueError if the range is not present
         if device.type != "cuda" or self.layout.packed:
@@ -364,12 +384,21 @@ class SequenceKV:
         return found
 
     def memory(self, layer: int, start: int, end: int, *, write: bool = False) -> list[Tensor]:
-        """Returns the memory of the pages of tokens ``start`` .. ``end``, present or not, for copies.
+        """Returns the memory of the pages of tokens `start` .. `end`, present or not, for copies.
 
-        One-dimensional, contiguous tensors of the pages as they are stored, in order; each is page-locked as
-        a whole or not at all. Reserves pages if needed. ``write``: they will be written as a whole; only
-        pages behind all full ones may be, as others may be shared. Raises ValueError if the range is not
-        whole pages, MemoryError if memory is short.
+        Reserves pages if needed.
+
+        Args:
+            write: the pages will be written as a whole; only those behind all full ones may be, as others
+                may be shared.
+
+        Returns:
+            One-dimensional, contiguous tensors of the pages as they are stored, in order; each is page-locked
+            as a whole or not at all.
+
+        Raises:
+            ValueError: the range is not whole pages.
+            MemoryError: memory is short.
         """
         self._check(layer)
         self.layout.check_whole(start, end)
@@ -384,18 +413,18 @@ class SequenceKV:
         return found
 
     def open_page(self, layer: int, start: int) -> Tensor:
-        """Returns the memory of the page that begins with token ``start``, for tokens that are not packed.
+        """Returns the memory of the page that begins with token `start`, for tokens that are not packed.
 
-        Its shape is ``KVLayout.pages_shape``. What ``memory`` has of this page counts no more.
+        Its shape is `KVLayout.pages_shape`. The copy of this page in `memory` is stale.
         """
         self.memory(layer, start, start + self.layout.page_size)
         ((run, page, _),) = self._runs_of(start // self.layout.page_size, start // self.layout.page_size + 1)
         return self._pool.open(run.slab, layer, page)
 
     def forms(self, layer: int, start: int, end: int) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Yields ranges of the tokens ``start`` .. ``end``, whole pages, by where their pages are.
+        """Yields ranges of the tokens `start` .. `end`, whole pages, by where their pages are.
 
-        Those of ``memory`` come with None, each other page with its own memory, see ``open_page``.
+        Those of `memory` come with None, each other page with its own memory, see `open_page`.
         """
         self.layout.check_whole(start, end)
         page, begun = self.layout.page_size, start
@@ -411,7 +440,7 @@ class SequenceKV:
             yield begun, end, None
 
     def overflowing(self, layer: int, start: int, end: int) -> list[int]:
-        """Returns the first tokens of those pages that were written to ``memory`` and cannot be packed."""
+        """Returns the first tokens of those pages that were written to `memory` and cannot be packed."""
         page, found = self.layout.page_size, list[int]()
         for run, first, last in self._runs_of(start // page, end // page) if self.layout.packed else ():
             packed = self._pool.memory(run.slab, layer)[first:last]
@@ -465,7 +494,7 @@ class SequenceKV:
             self._pool.give_back(last.slab, page)
 
     def _runs_of(self, start: int, end: int) -> Iterator[tuple[_Run, int, int]]:
-        """Yields the runs that contain pages ``start`` .. ``end``, with the range of pages in their slabs."""
+        """Yields the runs that contain pages `start` .. `end`, with the range of pages in their slabs."""
         number = bisect_right(self._runs, start, key=lambda run: run.start) - 1
         while start < end:
             run = self._runs[number]
@@ -475,14 +504,14 @@ class SequenceKV:
             number += 1
 
     def _span(self, layer: int, start: int, end: int) -> list[KVPages]:
-        """Returns views of the tokens ``start`` .. ``end``, present or not."""
+        """Returns views of the tokens `start` .. `end`, present or not."""
         page, found = self.layout.page_size, list[KVPages]()
         for run, _, _ in self._runs_of(start // page, -(-end // page)):
             found += self._pool.views(run.slab, layer, *self._in_slab(run, start, end))
         return found
 
     def _places(self, layer: int, start: int, end: int) -> list[PlainPages]:
-        """Returns views of the tokens ``start`` .. ``end``, which will be written."""
+        """Returns views of the tokens `start` .. `end`, which will be written."""
         page = self.layout.page_size
         for run, first, last in self._runs_of(start // page, -(-end // page)) if self.layout.packed else ():
             for number in range(first, last):
@@ -491,7 +520,7 @@ class SequenceKV:
         return [one.plain() for one in self._span(layer, start, end)]
 
     def _in_slab(self, run: _Run, start: int, end: int) -> tuple[int, int]:
-        """Returns the range in a run's slab of those of the tokens ``start`` .. ``end`` that it holds."""
+        """Returns the range in a run's slab of those of the tokens `start` .. `end` that it holds."""
         page = self.layout.page_size
         behind = (run.first - run.start) * page
         return behind + max(start, run.start * page), behind + min(end, (run.start + run.pages) * page)

@@ -21,11 +21,12 @@ from cpu_kv.views import KVPages, PlainPages, cut_alike
 
 @dataclass
 class TransferCounters:
-    """Bytes and copies that crossed the link, and how long the host waited for them, in ms.
+    """Bytes and copies that crossed the link, and how long the host waited for them.
 
-    ``bytes_abandoned``: the part of ``bytes_to_device`` that was prefetched for streams but never read.
-    ``copies``: number of copies, each of contiguous memory. ``wait_ms``: near 0 with CUDA, where the compute
-    waits instead of the host.
+    Attributes:
+        bytes_abandoned: the part of `bytes_to_device` that was prefetched for streams but never read.
+        copies: number of copies, each of contiguous memory.
+        wait_ms: near 0 with CUDA, where the compute waits instead of the host.
     """
 
     bytes_to_device: int = 0
@@ -39,9 +40,12 @@ class TransferCounters:
 class _WriteBack:
     """A pending write-back. It keeps what is copied alive until the copy has ended.
 
-    ``start``: the position of its first token. ``source``: the KV as it is. ``packed``: its full pages, where
-    these are copied. ``arrived``: the host buffer that it is copied to, ``[layers, 2, kv_heads, tokens,
-    head_dim]``, and moved to pages from; None: it is copied to its pages directly.
+    Attributes:
+        start: the position of its first token.
+        source: the KV as it is.
+        packed: its full pages, where these are copied.
+        arrived: the host buffer that it is copied to, `[layers, 2, kv_heads, tokens, head_dim]`, and moved to
+            pages from; None: it is copied to its pages directly.
     """
 
     layers: range
@@ -55,7 +59,12 @@ class _WriteBack:
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """A pending copy to ``there`` on the device; ``arrived`` is the event at its end."""
+    """A pending copy to the device.
+
+    Attributes:
+        there: its destination.
+        arrived: the event at its end.
+    """
 
     there: Tensor
     arrived: Event
@@ -64,10 +73,13 @@ class PendingCopy:
 class TransferEngine:
     """Moves the KV of one sequence over a link, packed where it is stored so. Must be used from one thread.
 
-    ``segment_tokens``: tokens of a slot of the staging ring, rounded up to whole pages. ``ring_buffers``:
-    slots of the ring, which is how many segments the link may run ahead, into the next stream too. Over a
-    link that is ``in_place`` there is no ring, and the compute is given views of the store. Several engines
-    may share a link; an engine does not close it.
+    Over a link that is `in_place` there is no ring, and the compute is given views of the store. Several
+    engines may share a link; an engine does not close it.
+
+    Args:
+        segment_tokens: tokens of a slot of the staging ring, rounded up to whole pages.
+        ring_buffers: slots of the ring, which is how many segments the link may run ahead, into the next
+            stream too.
     """
 
     # Committed KV never changes, so the link may prefetch it at any time, before anything is decided. KV that
@@ -96,11 +108,13 @@ class TransferEngine:
         self._closed = False
 
     def stream(self, end: int, *, start: int = 0) -> LayerStream:
-        """Starts a stream of the tokens ``start`` .. ``end``, whole pages, of all layers for one pass.
+        """Starts a stream of the tokens `start` .. `end`, whole pages, of all layers for one pass.
 
         Prefetching starts at once, as far as the ring has free slots, after the rest of earlier streams: so
-        the link runs ahead into the next pass. Waits for write-backs only if they belong to the range. Raises
-        ValueError if the range is not whole pages or not present in every layer.
+        the link runs ahead into the next pass. Waits for write-backs only if they belong to the range.
+
+        Raises:
+            ValueError: the range is not whole pages, or not present in every layer.
         """
         self._check_open()
         self.sequence.layout.check_whole(start, end)
@@ -131,13 +145,19 @@ class TransferEngine:
             self._finish_oldest_write()
 
     def write_back(self, kv: Tensor) -> None:
-        """Appends ``[layers, 2, kv_heads, n, head_dim]`` on the link's device to all layers, asynchronously.
+        """Appends tokens to all layers, asynchronously.
 
-        One copy moves them to the host. ``collect`` or, at the latest, ``flush`` commits them to the
-        sequence, in place ``flush`` or the call that makes them a page; until then ``kv`` must not change,
-        and others must not append to the sequence or truncate it. Waits for the previous write-back. Raises
-        ValueError for a wrong shape or dtype, MemoryError if memory is short, CopyFailed if an earlier
-        write-back failed.
+        One copy moves them to the host. `collect` or, at the latest, `flush` commits them to the sequence, in
+        place `flush` or the call that makes them a page; until then `kv` must not change, and others must not
+        append to the sequence or truncate it. Waits for the previous write-back.
+
+        Args:
+            kv: on the link's device, `[layers, 2, kv_heads, n, head_dim]`.
+
+        Raises:
+            ValueError: shape or dtype is wrong.
+            MemoryError: memory is short.
+            CopyFailed: an earlier write-back failed.
         """
         self._check_open()
         layers, layout = range(self.sequence.layout.layers), self.sequence.layout
@@ -162,9 +182,9 @@ class TransferEngine:
         self._writes.append(_WriteBack(layers, start, count, copied, written, arrived=arrived))
 
     def write_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Appends ``[kv_heads, n, head_dim]`` on the link's device to ``layer``, which holds full pages only.
+        """Appends `[kv_heads, n, head_dim]` on the link's device to `layer`, which holds full pages only.
 
-        Asynchronous as ``write_back``, but copies to the pages directly, and overwrites all of the last page.
+        Asynchronous as `write_back`, but copies to the pages directly, and overwrites all of the last page.
         """
         self._check_open()
         layout = self.sequence.layout
@@ -204,10 +224,11 @@ class TransferEngine:
         self.link.record_event().synchronize()
 
     def load(self, layer: int, start: int, end: int, into: Tensor, *, packed: bool) -> None:
-        """Copies whole pages of a layer to the link's device, synchronously.
+        """Copies whole pages of a layer to the link's device, synchronously. Raises CopyFailed.
 
-        ``into``: bytes there, for ``resident_pages``. ``packed``: the pages are packed in the store, and stay
-        so; otherwise none of them is afterwards. Raises CopyFailed.
+        Args:
+            into: output, bytes there, for `resident_pages`.
+            packed: the pages are packed in the store, and stay so; otherwise none of them is afterwards.
         """
         self._check_open()
         self.flush()
@@ -229,12 +250,12 @@ class TransferEngine:
                 into = into[size:]
 
     def resident_pages(self, memory: Tensor, *, packed: bool) -> KVPages:
-        """Returns the pages that ``load`` copied."""
+        """Returns the pages that `load` copied."""
         assert self._ring is not None, "over a link that is in place, nothing is resident"
         return self._ring.read(memory, self.sequence.codec, packed)
 
     def _memory(self, layer: int, start: int, end: int, unpacked: Tensor | None) -> list[Tensor]:
-        """Returns the memory of pages of one of the sequence's ``forms``."""
+        """Returns the memory of pages of one of the sequence's `forms`."""
         return self.sequence.memory(layer, start, end) if unpacked is None else [unpacked.view(-1)]
 
     def flush(self) -> None:
@@ -255,9 +276,9 @@ class TransferEngine:
             self._unwritten = []
 
     def read(self, start: int, end: int) -> Tensor:
-        """Returns the tokens ``start`` .. ``end`` on the link's device; see ``fetch``.
+        """Returns the tokens `start` .. `end` on the link's device; see `fetch`.
 
-        Their shape is ``[layers, 2, kv_heads, end - start, head_dim]``.
+        Their shape is `[layers, 2, kv_heads, end - start, head_dim]`.
         """
         layout = self.sequence.layout
         shape = (layout.layers, 2, layout.kv_heads, end - start, layout.head_dim)
@@ -275,7 +296,7 @@ class TransferEngine:
                 part.copy_to(*places)
 
     def fetch(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> Tensor:
-        """Returns a tensor on the link's device with the content that ``fill`` writes to a host tensor.
+        """Returns a tensor on the link's device with the content that `fill` writes to a host tensor.
 
         Waits for write-backs. Compute that is enqueued later may read the tensor. Raises CopyFailed.
         """
@@ -288,7 +309,7 @@ class TransferEngine:
         return there
 
     def send(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> PendingCopy:
-        """Starts copying what ``fill`` writes to a host tensor of this shape and the layout's dtype.
+        """Starts copying what `fill` writes to a host tensor of this shape and the layout's dtype.
 
         The copy is urgent: it overtakes prefetches.
         """
@@ -393,7 +414,11 @@ class TransferEngine:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Tokens ``start`` .. ``end`` of a layer that a stream brings to a slot; ``unpacked``: see ``forms``."""
+    """Tokens `start` .. `end` of a layer that a stream brings to a slot.
+
+    Attributes:
+        unpacked: see `SequenceKV.forms`.
+    """
 
     stream: LayerStream
     layer: int
@@ -403,14 +428,18 @@ class _Segment:
 
 
 def _pairs(memory: Sequence[Tensor], whole: Tensor, *, inward: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """Returns pairs for a copy of ``whole``, contiguous, to pieces of memory; ``inward``: from them."""
+    """Returns pairs for a copy of a contiguous tensor to pieces of memory.
+
+    Args:
+        inward: the copy is from them to the tensor.
+    """
     there = whole.view(-1).view(torch.uint8).split([piece.nbytes for piece in memory])
     pieces = [part.view(piece.dtype) for part, piece in zip(there, memory, strict=True)]
     return list(zip(pieces, memory, strict=True)) if inward else list(zip(memory, pieces, strict=True))
 
 
 class LayerStream:
-    """The tokens ``start`` .. ``end`` of all layers, for one pass. Created by ``TransferEngine.stream``.
+    """The tokens `start` .. `end` of all layers, for one pass. Created by `TransferEngine.stream`.
 
     Layers must be read in order, and the streams of an engine one after another.
     """
@@ -424,10 +453,13 @@ class LayerStream:
         self._closed = False
 
     def segments(self, layer: int) -> Iterator[KVPages]:
-        """Yields whole pages of ``layer`` in order, on the device.
+        """Yields whole pages of `layer` in order, on the device.
 
-        Each segment is valid until the next one is requested. Raises RuntimeError if layers or
-        streams are read out of order, CopyFailed if a copy failed.
+        Each segment is valid until the next one is requested.
+
+        Raises:
+            RuntimeError: layers or streams are read out of order.
+            CopyFailed: a copy failed.
         """
         engine = self._engine
         if self._closed or layer != self._layer or self._reading is not None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from cpu_kv import KVPages
+from cpu_kv import KVLayout, KVPages
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
 
 if TYPE_CHECKING:
     from offload_rt.caches.local import LocalState
+    from offload_rt.caches.local_history import LocalLayers
 
 
 class Cache(Protocol):
@@ -59,6 +60,21 @@ class Cache(Protocol):
 
     def settle(self) -> None:
         """Makes all speculative entries final; they must be a chain behind the verified sequence."""
+
+
+class CachedModel(Protocol):
+    """What a cache is built by: the layers of a model, or those of them that one device attends."""
+
+    @property
+    def rotary_frequencies(self) -> Tensor:
+        """Of the model, `[rotated / 2]`, on the device of the cache."""
+
+    @property
+    def local_layers(self) -> LocalLayers:
+        """Those that do not attend to the whole sequence."""
+
+    def kv_layout(self) -> KVLayout:
+        """Returns the layout of the KV of these layers."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from torch import Tensor
 from cpu_kv import ChunkMeans, KVLayout, KVPages, SequenceKV, TransferEngine
 from offload_rt.attention.backends import AttentionBackend, choose_backend
 from offload_rt.attention.sums import AttentionSum, Softmax
-from offload_rt.caches.base import DerivedCache, VerifiedTokens
+from offload_rt.caches.base import CachedModel, DerivedCache, VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.local_history import LocalLayers
 from offload_rt.caches.new_tokens import NewTokens
+from offload_rt.caches.streaming import StreamingCache
 from offload_rt.system.device_copies import to_device
 from offload_rt.system.second_device import SecondDevice
 
@@ -49,14 +50,14 @@ class SplitCache(DerivedCache):
     ) -> None:
         self.home, self.there, self.remote = home, there, remote
         # Those of both are alike, as the same tokens are kept and forgotten.
-        self.speculative, self.local = home.speculative, home.local
+        self.speculative, self.local, self.mass_chunk = home.speculative, home.local, home.mass_chunk
         self._second = second
         self._layers = [layer for layer in range(layers) if layer not in remote], sorted(remote)
         self._places = {layer: place for part in self._layers for place, layer in enumerate(part)}
         self._numbers = [to_device(part, second.home) for part in self._layers]
         self._close = close
 
-    def _both(self, work: Callable[[Any], object]) -> None:
+    def _both(self, work: Callable[[BoundedCache], object]) -> None:
         work(self.home)
         with self._second.on_stream():
             work(self.there)
@@ -89,28 +90,7 @@ class SplitCache(DerivedCache):
         self._both(lambda cache: cache.release())
         self._close()
 
-    # Of a small model, whose passes fill it.
-
-    @property
-    def sinks(self) -> int:
-        """As `StreamingCache` has it, like the next three."""
-        return self.home.sinks  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def window(self) -> int:
-        return self.home.window  # type: ignore[attr-defined, no-any-return]
-
-    def skip(self, tokens: int) -> None:
-        self._both(lambda cache: cache.skip(tokens))
-
-    def reset(self) -> None:
-        self._both(lambda cache: cache.reset())
-
     # Of the target, whose full cache it follows.
-
-    @property
-    def mass_chunk(self) -> int | None:  # type: ignore[override]
-        return self.home.mass_chunk
 
     def build(self, queries: Tensor) -> None:
         parts = iter([queries.index_select(0, numbers) for numbers in self._numbers])
@@ -121,7 +101,7 @@ class SplitCache(DerivedCache):
 
     def take_mass(self, layer: int, total: AttentionSum) -> None:
         # Both keep scores on the first device, as a pass must not wait for what the second one drafts.
-        cache: Any = self.there if layer in self.remote else self.home
+        cache = self.there if layer in self.remote else self.home
         cache.take_mass(self._places[layer], total)
 
     def adopt(self, verified: VerifiedTokens) -> None:
@@ -129,27 +109,51 @@ class SplitCache(DerivedCache):
             replace(verified, kv=verified.kv.index_select(0, n), queries=verified.queries.index_select(0, n))
             for n in self._numbers
         )
-        home: Any = self.home
-        home.adopt(here)
+        self.home.adopt(here)
         (kv,) = self._second.send(there.kv)
         with self._second.on_stream():
             self.there.adopt(replace(there, kv=kv))
 
 
+class SplitStreamingCache(SplitCache):
+    """Two streaming caches, which the passes of a small model may fill; see `StreamingCache`."""
+
+    home: StreamingCache
+    there: StreamingCache
+
+    @property
+    def sinks(self) -> int:
+        return self.home.sinks
+
+    @property
+    def window(self) -> int:
+        return self.home.window
+
+    def skip(self, tokens: int) -> None:
+        self.home.skip(tokens)
+        with self._second.on_stream():
+            self.there.skip(tokens)
+
+    def reset(self) -> None:
+        self.home.reset()
+        with self._second.on_stream():
+            self.there.reset()
+
+
 @dataclass(frozen=True)
 class ModelLayers:
-    """Some layers of a model, as their cache on another device sees them; see `CausalModel`."""
+    """Some layers of a model, as their cache on another device sees them."""
 
     layout: KVLayout
     rotary_frequencies: Tensor
     local_layers: LocalLayers
 
     @classmethod
-    def of(cls, model: Any, layers: Sequence[int], second: SecondDevice | None) -> ModelLayers:
+    def of(cls, model: CachedModel, layers: Sequence[int], second: SecondDevice | None) -> ModelLayers:
         """Returns some layers of a model; None: on its own device."""
-        device = model.device if second is None else second.device
-        layout = replace(model.kv_layout(), layers=len(layers))
-        return cls(layout, model.rotary_frequencies.to(device), LocalLayers.none())
+        frequencies, layout = model.rotary_frequencies, replace(model.kv_layout(), layers=len(layers))
+        frequencies = frequencies if second is None else frequencies.to(second.device)
+        return cls(layout, frequencies, LocalLayers.none())
 
     def kv_layout(self) -> KVLayout:
         """Returns the layout of the KV of these layers."""

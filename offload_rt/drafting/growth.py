@@ -16,6 +16,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
+from offload_rt.caches.base import Cache
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import DraftAhead, Outcome, Proposal, TokenView
 from offload_rt.drafting.outcomes import LIKELY, chain_outcomes, doubt_scale
@@ -29,6 +30,72 @@ from offload_rt.sampling.trees import ROOT, Tree, on_device
 
 Child = tuple[int, int]
 """A node to draw: its parent, and how many elder siblings it has."""
+
+
+class NodeEntries:
+    """The speculative entries of a cache that hold the nodes of a draft.
+
+    A draft numbers its nodes from 0, below `ROOT`, the sequence's last token; the cache numbers its entries,
+    among them those of other drafts and of the end of the sequence.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._entries: list[int] = []  # of `ROOT`, then of nodes in their order
+        self._changes = -1  # `changes` of the cache's speculative tokens when the entries were right
+
+    def lacking(
+        self, view: TokenView, parents: Sequence[int], levels: Sequence[Tokens]
+    ) -> tuple[list[int], list[int]]:
+        """Finds the sequence and all levels but the last in the cache; other drafts may have changed it.
+
+        Where they did, it forgets everything else.
+
+        Returns:
+            Tokens that it lacks: the end of the sequence, and nodes of these levels.
+        """
+        held = self._cache.speculative
+        if self._changes == held.changes:
+            return [], []
+        sequence = view.part(self._cache.verified_length)
+        # Before the first level, logits are wanted after the sequence's last token: it goes through the model
+        # again.
+        kept = held.match(sequence if levels else sequence[:-1])
+        missing = sequence[len(kept) :]
+        before = [token for level in levels[:-1] for token in level.known]
+        found = kept[-1:]
+        if not missing:
+            for parent, token in zip(parents, before, strict=False):
+                entry = held.child(found[1 + parent], token)
+                if entry is None:
+                    break
+                found.append(entry)
+        nodes = found[1:]
+        self._cache.keep([*kept, *nodes])
+        self._entries = list(range(len(sequence) - 1, len(sequence) + len(nodes)))
+        return missing, before[len(nodes) :]
+
+    def chain(self, count: int) -> range:
+        """Returns the parents of the next `count` tokens of the sequence, each behind the one before."""
+        last = len(self._cache.speculative) - 1
+        return range(last, last + count)
+
+    def place(self, parents: Sequence[int], count: int) -> list[int]:
+        """Places the nodes that have no entry, behind `count` tokens of the sequence that come next.
+
+        Args:
+            parents: of all nodes.
+
+        Returns:
+            For each of these nodes, the entry of its parent.
+        """
+        first, new = len(self._cache.speculative) + count, parents[len(self._entries) - 1 :]
+        self._entries += range(first, first + len(new))
+        return [self._entries[1 + parent] for parent in new]
+
+    def settle(self) -> None:
+        """Notes that the cache has what was placed."""
+        self._changes = self._cache.speculative.changes
 
 
 class Growth(Proposal, ABC):
@@ -47,9 +114,7 @@ class Growth(Proposal, ABC):
         self._probs: list[Tensor] = []
         self._newest = range(ROOT, 0)  # nodes of the last level; at first the sequence's last token
         self._nan: Tensor | None = None  # 0-d bool: met in the logits after them
-        # In the cache: the entry of the sequence's last token, and those of nodes in their order.
-        self._entries: list[int] = []
-        self._changes = -1  # `changes` of the cache's speculative tokens when the entries were right
+        self._entries = NodeEntries(verifier.cache)
 
     def draft(self) -> Draft:
         probs = torch.cat(self._probs) if self._probs else None
@@ -75,18 +140,16 @@ class Growth(Proposal, ABC):
 
         What the cache lacks above it goes through the model in front of it.
         """
-        held = self._verifier.cache.speculative
-        known, lost = ([], []) if self._changes == held.changes else self._find()
-        newest = self._levels[-1] if self._levels else None
-        if known and newest is not None and self._verifier.first_order is not None:  # for the sequence alone
-            yield from self._pass(range(len(held) - 1, len(held) + len(known) - 1), known, first=True)
-            known = []
-        start, behind = len(held), len(held) + len(known)
-        below = self._parents[len(self._entries) - 1 :]
-        self._entries += range(behind, behind + len(below))
-        parents = [*range(start - 1, behind - 1), *(self._entries[1 + parent] for parent in below)]
-        logits = yield from self._pass(parents, [*known, *lost], newest, len(self._newest), first=bool(known))
-        self._changes = held.changes
+        entries, newest = self._entries, self._levels[-1] if self._levels else None
+        sequence, nodes = entries.lacking(self._view, self._parents, self._levels)
+        if sequence and newest is not None and self._verifier.first_order is not None:
+            # The first order is only for the sequence.
+            yield from self._pass(entries.chain(len(sequence)), sequence, first=True)
+            sequence = []
+        parents = [*entries.chain(len(sequence)), *entries.place(self._parents, len(sequence))]
+        known = [*sequence, *nodes]
+        logits = yield from self._pass(parents, known, newest, len(self._newest), first=bool(sequence))
+        entries.settle()
         processor, stats = self._verifier.sampling.processor, self._verifier.stats
         return (yield from processor.process(logits, self._view, self._levels, self._parents, stats))
 
@@ -103,32 +166,6 @@ class Growth(Proposal, ABC):
         output: PassOutput = yield self._verifier.forward(parents, known, drawn, rows=rows, first=first)
         self._verifier.cache.commit(range(len(parents)))
         return output.logits
-
-    def _find(self) -> tuple[list[int], list[int]]:
-        """Finds the sequence and nodes in the cache after other drafts have used it.
-
-        The cache forgets everything else.
-
-        Returns:
-            Tokens that it lacks: the end of the sequence, and nodes that it held before.
-        """
-        cache = self._verifier.cache
-        sequence = self._view.part(cache.verified_length)
-        # At first logits are wanted after the sequence's last token: it goes through the model again.
-        kept = cache.speculative.match(sequence if self._entries else sequence[:-1])
-        lacking = sequence[len(kept) :]
-        before = [token for level in self._levels[:-1] for token in level.known]
-        found = kept[-1:]  # entries of the sequence's last token and of nodes
-        if not lacking:
-            for parent, token in zip(self._parents, before, strict=False):
-                entry = cache.speculative.child(found[1 + parent], token)
-                if entry is None:
-                    break
-                found.append(entry)
-        nodes = found[1:]
-        cache.keep([*kept, *nodes])
-        self._entries = list(range(len(sequence) - 1, len(sequence) + len(nodes)))
-        return lacking, before[len(nodes) :]
 
     def _offered(self, logits: Tensor, most: int) -> Tensor:
         """Returns what the children of each newest node are drawn from, one row a node.
@@ -231,7 +268,6 @@ class LevelGrowth(Growth):
             self._parents = list(range(ROOT, len(drawn.tokens) - 1))
             self._newest = range(len(drawn.tokens) - 1, len(drawn.tokens))
             self._probs, self._logits = list(drawn.probs), list(drawn.logits)
-            self._entries = [ROOT]  # to be found
 
     def _ended(self) -> bool:
         """Returns whether every newest node is a stop token, so that nothing need be drafted behind it."""
@@ -270,7 +306,6 @@ class OutcomeForest(Growth, DraftAhead):
                 self._levels.append(Tokens([node[-1] for node in nodes]))
                 self._parents += [shared.index(node[:-1]) if node[:-1] else ROOT for node in nodes]
         self._newest = range(len(shared), len(self._parents))
-        self._entries = [ROOT]  # to be found
 
     @staticmethod
     def nodes(shapes: Mapping[Outcome, DraftShape]) -> int:

@@ -20,7 +20,7 @@ from offload_rt.caches.base import VerifiedTokens
 from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
-from offload_rt.caches.split import SplitCache
+from offload_rt.caches.split import SplitCache, SplitStreamingCache
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import Drafter
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel
@@ -149,7 +149,7 @@ def cache_by(view: str, plan: LayerOrder | None) -> Any:
     if plan is None or not plan.remote:
         return TokenCache(view)
     parts: list[Any] = [TokenCache(view), TokenCache(view)]
-    return SplitCache(*parts, SECOND, plan.remote, LAYERS)
+    return SplitStreamingCache(*parts, SECOND, plan.remote, LAYERS)
 
 
 def parts_of(cache: Any) -> Sequence[TokenCache]:

@@ -34,6 +34,7 @@ from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.shape import ModelShape
 
 if TYPE_CHECKING:
+    from offload_rt.caches.base import CachedModel
     from offload_rt.caches.bounded import BoundedCache
     from offload_rt.caches.selection import Selection
     from offload_rt.caches.split import SplitCache
@@ -83,8 +84,12 @@ class ModelLevel(Level):
         return ModelDrafter
 
     @abstractmethod
-    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
-        """Builds the cache that it attends to."""
+    def cache(self, model: CachedModel, resources: Resources) -> BoundedCache:
+        """Builds the cache that it attends to.
+
+        Args:
+            model: what it needs to know of the model's layers.
+        """
 
     def entries(self, sizes: Sizes) -> int:
         """Returns the number of entries that its cache holds beside speculative ones."""
@@ -185,7 +190,7 @@ class ModelLevel(Level):
         self, model: CausalModel, resources: Resources, order: LayerOrder, second: SecondDevice
     ) -> SplitCache:
         """Builds the cache in two parts, each on the device that attends its layers."""
-        from offload_rt.caches.split import ModelLayers, SourceLayers, SplitCache
+        from offload_rt.caches.split import ModelLayers, SourceLayers
 
         model.remote_blocks.take(second, sorted(order.remote))
         home = [layer for layer in range(model.layers) if layer not in order.remote]
@@ -194,19 +199,25 @@ class ModelLevel(Level):
         with ExitStack() as closing:
 
             def part(layers: Sequence[int], device: SecondDevice | None) -> BoundedCache:
-                seen: Any = ModelLayers.of(model, layers, device)
                 given = resources
                 if self.of_target:
                     full: Any = SourceLayers(resources.full, layers, device)
                     closing.callback(full.engine.close)
                     given = replace(resources, full=full)
-                return level.cache(seen, given)
+                return level.cache(ModelLayers.of(model, layers, device), given)
 
             here = part(home, None)
             with second.on_stream():
                 there = part(sorted(order.remote), second)
             close = closing.pop_all().close
-        return SplitCache(here, there, second, order.remote, model.layers, close)
+        return self.split_class(here, there, second, order.remote, model.layers, close)
+
+    @property
+    def split_class(self) -> type[SplitCache]:
+        """The class of its cache on two devices."""
+        from offload_rt.caches.split import SplitCache
+
+        return SplitCache
 
 
 class WindowLevel(ModelLevel):
@@ -219,10 +230,16 @@ class WindowLevel(ModelLevel):
         return bounded_bytes(self.shape(sizes).layout(1), self._window)
 
     @property
+    def split_class(self) -> type[SplitCache]:
+        from offload_rt.caches.split import SplitStreamingCache
+
+        return SplitStreamingCache
+
+    @property
     def _window(self) -> int:
         return self.config.streaming.sinks + self.config.streaming.window
 
-    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+    def cache(self, model: CachedModel, resources: Resources) -> BoundedCache:
         from offload_rt.attention.backends import choose_backend
         from offload_rt.caches.local import LocalState
         from offload_rt.caches.streaming import StreamingCache
@@ -372,7 +389,7 @@ class RetrievedLevel(ModelLevel):
         retrieval = self.config.retrieval
         return retrieval.chunk if retrieval.select == "mean_keys" else None, retrieval.rest
 
-    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+    def cache(self, model: CachedModel, resources: Resources) -> BoundedCache:
         from offload_rt.caches.retrieved import RetrievedCache
 
         retrieval, in_place = self.config.retrieval, resources.full.engine.link.in_place
@@ -428,7 +445,7 @@ class SharedLevel(ModelLevel):
         attending = costs.host_attention_ms(sizes.context, queries) * shape.paged_layers / whole
         return costs.pass_cost(shape, queries) + Cost(attending)
 
-    def cache(self, model: CausalModel, resources: Resources) -> BoundedCache:
+    def cache(self, model: CachedModel, resources: Resources) -> BoundedCache:
         from offload_rt.caches.shared import SharedCache
 
         return SharedCache(resources.full, resources.shared.pool)
