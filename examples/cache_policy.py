@@ -27,7 +27,7 @@ class StridedCache(BoundedCache):
         length = self._source.verified_length
         recent = max(0, length - RECENT)
         spread = sorted({recent * at // SPREAD for at in range(SPREAD)} if recent else ())
-        read = self._source.engine.read
+        read = self._source.transfer.read
         kept = [*(read(at, at + 1) for at in spread), read(recent, length)]
         self.append_verified(torch.cat(kept, dim=3))  # [layers, 2, kv_heads, tokens, head_dim]
         self.verified_length = length  # it stands for all of them

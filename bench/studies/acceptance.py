@@ -70,7 +70,7 @@ class ExactTopKCache:
         return self._full.verified_length
 
     def begin(self, new: NewTokens) -> None:
-        self._full.engine.flush()
+        self._full.transfer.flush()
         self.local.begin(new, 0)
         self._new = new
 

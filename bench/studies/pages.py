@@ -134,7 +134,7 @@ def _pass_ms(llm: LLM, queries: int) -> float:
 def _streamed(llm: LLM, queries: int) -> int:
     """Returns the bytes that a pass streams."""
     (sequence,) = llm.engine.sequences
-    engine = sequence.full.engine
+    engine = sequence.full.transfer
     sequence.full.abandon()
     engine.counters = TransferCounters()
     _pass_ms(llm, queries)

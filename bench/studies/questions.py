@@ -120,7 +120,7 @@ def sizes_on_disk(study: Continued) -> Iterator[Row]:
     length = min(study.sizes.context, 16384)
     with _opened(study) as llm, llm.read(study.tokens[:length]):
         (sequence,) = llm.engine.sequences
-        kv = sequence.full.engine.read(0, length - 1).cpu()
+        kv = sequence.full.transfer.read(0, length - 1).cpu()
     for dtype in dict.fromkeys((kv.dtype, torch.bfloat16)):
         stored = kv.to(dtype)
         raw, width = stored.view(torch.uint8), dtype.itemsize

@@ -55,7 +55,7 @@ class FullCache:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        transfer: TransferEngine,
         backend: AttentionBackend,
         resident_tokens: int = 0,
         remote: Sequence[RemoteAttention] = (),
@@ -63,21 +63,21 @@ class FullCache:
         *,
         packed: bool = True,
     ) -> None:
-        self.engine = engine
+        self.transfer = transfer
         self.local = local or NO_LOCAL_STATE
-        self.sequence = engine.sequence
-        self.layout = layout = engine.sequence.layout
+        self.sequence = transfer.sequence
+        self.layout = layout = transfer.sequence.layout
         self.backend = backend
         self.derived: list[DerivedCache] = []
         self.speculative = SpeculativeTokens()
         self.scale = layout.head_dim**-0.5
         kinds = self.local.layers.kinds
         self.paged = bool(kinds.full) or not kinds.local
-        self.tail = Tail(layout, engine.link.device)
+        self.tail = Tail(layout, transfer.link.device)
         self.device = self.tail.buffer.memory.device
         self._points = RewindPoints(self.local, self.device)
-        self.resident = ResidentTier(engine, resident_tokens, packed=packed)
-        self._streamed = StreamedTier(engine)
+        self.resident = ResidentTier(transfer, resident_tokens, packed=packed)
+        self._streamed = StreamedTier(transfer)
         self._remote = remote
         # Of the pass:
         self._new: NewTokens | None = None
@@ -203,7 +203,7 @@ class FullCache:
         self.local.commit(kept)
         self.local.settle()
         kv = self.tail.commit(kept)
-        self.engine.write_back(kv)
+        self.transfer.write_back(kv)
         if self.derived:
             ids = [tokens.known[at] for tokens, at in map(new.token, kept)]
             queries = torch.stack(self._queries).index_select(2, to_device(kept, self.device))
@@ -268,7 +268,7 @@ class FullCache:
         """
         self.abandon()
         self._cancelled = False
-        self.engine.flush()
+        self.transfer.flush()
         length = min(length, self.sequence.length)
         if length != self.local.history.length:
             length = self._points.return_to(length)
@@ -295,7 +295,7 @@ class FullCache:
     def start_from(self, length: int) -> None:
         """Starts over with the first `length` tokens of the store; the tail takes their last page."""
         start = length // self.layout.page_size * self.layout.page_size
-        self.tail.restart(start, self.engine.read(start, length))
+        self.tail.restart(start, self.transfer.read(start, length))
 
     def keep(self, entries: Sequence[int]) -> None:
         """Does nothing, as there is no speculation here."""
@@ -305,7 +305,7 @@ class FullCache:
 
     def build_derived(self) -> None:
         """Fills every derived cache, after a prefill or a truncation."""
-        self.engine.flush()
+        self.transfer.flush()
         queries = self.last_queries
         if queries is None and self.derived:
             raise RuntimeError("the queries of the last tokens are unknown: read these tokens again first")

@@ -42,13 +42,13 @@ class PromptWriter:
         cache, layout = self._cache, self._cache.layout
         cache.abandon()
         cache.local.start_read()
-        cache.engine.flush()
-        if cache.engine.link.in_place:
+        cache.transfer.flush()
+        if cache.transfer.link.in_place:
             return
         if self._begin:
             cache.sequence.truncate(self._first)  # the tail is written again
             resident = min(cache.resident.tokens, self._first)
-            self._earlier = cache.engine.stream(self._first, start=resident)
+            self._earlier = cache.transfer.stream(self._first, start=resident)
         shape = 2, layout.kv_heads, self._end - self._first, layout.head_dim
         self._kv = torch.empty(shape, dtype=layout.dtype, device=cache.device)
 
@@ -63,7 +63,7 @@ class PromptWriter:
             self._layer, self._done, self._written = layer, self._begin, self._first
         cache, start = self._cache, self._done
         self._done += keys.shape[1]
-        if cache.engine.link.in_place:
+        if cache.transfer.link.in_place:
             before = cache.sequence.views(layer, 0, start)
             cache.sequence.append(layer, keys, values)
             return before
@@ -83,7 +83,7 @@ class PromptWriter:
         page = self._cache.layout.page_size
         end = self._done if self._done == self._end else self._done // page * page
         if end > self._written:
-            self._cache.engine.write_prompt(
+            self._cache.transfer.write_prompt(
                 layer, *self._kv[:, :, self._written - self._first : end - self._first]
             )
             self._written = end
@@ -99,7 +99,7 @@ class PromptWriter:
             counted = cache.tail.buffer.kv.new_zeros(1, self._tokens, 1)
             self.put(0, counted, counted)
         cache.abandon()
-        cache.engine.flush()
+        cache.transfer.flush()
         cache.local.finish_read(self._tokens)
         cache.start_from(cache.sequence.length)
         cache.add_point(torch.stack(list(last_queries)) if last_queries else None)
@@ -111,9 +111,9 @@ class PromptWriter:
         cache.abandon()
         cache.local.give_up_read()
         with suppress(CopyFailed):
-            cache.engine.flush()
+            cache.transfer.flush()
         if cache.sequence.length >= length:
             cache.sequence.truncate(length)
         elif cache.sequence.length >= cache.tail.start:  # over a link, those of the tail were taken back
             cache.sequence.truncate(cache.tail.start)
-            cache.engine.write_back(cache.tail.buffer.kv[:, :, :, : cache.tail.tokens].clone())
+            cache.transfer.write_back(cache.tail.buffer.kv[:, :, :, : cache.tail.tokens].clone())

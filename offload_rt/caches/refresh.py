@@ -80,7 +80,7 @@ class RetrievalRefresh:
     Chunks are chosen layer by layer in another thread, ahead of the pass. No method waits for the device.
 
     Args:
-        engine: over the store and its link.
+        transfer: over the store and its link.
         chunk: tokens per chunk.
         layout: how the entries lie in `buffer`.
         choose: returns the chunks of a layer; called in `executor`.
@@ -92,7 +92,7 @@ class RetrievalRefresh:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        transfer: TransferEngine,
         chunk: int,
         layout: EntryLayout,
         choose: Callable[[int], ChosenChunks],
@@ -105,9 +105,9 @@ class RetrievalRefresh:
         self.buffer = buffer
         self._whole = whole
         self._staging = staging
-        self._engine = engine
+        self._transfer = transfer
         self._chunk = chunk
-        self._layers = range(engine.sequence.layout.layers)
+        self._layers = range(transfer.sequence.layout.layers)
 
         def chosen(layer: int) -> tuple[list[int], ChosenChunks]:
             chunks = choose(layer)
@@ -118,7 +118,7 @@ class RetrievalRefresh:
         self._layer = -1
         self._on_host = self._on_device = torch.empty(3, 0, dtype=torch.long)  # chunks of the layer
         self._numbers: list[int] = []
-        self._recent = engine.sequence.layout.kv_heads * (layout.length - layout.recent_start)
+        self._recent = transfer.sequence.layout.kv_heads * (layout.length - layout.recent_start)
         self._missing = 0  # entries of the layers so far
         self._pending: deque[tuple[int, _Places, PendingCopy]] = deque()
         self._pending_bytes = 0
@@ -147,7 +147,7 @@ class RetrievalRefresh:
     def _write_oldest(self) -> None:
         layer, places, sent = self._pending.popleft()
         self._pending_bytes -= sent.there.nbytes
-        self._write(self._engine.await_copy(sent), layer, places)
+        self._write(self._transfer.await_copy(sent), layer, places)
 
     def _write(self, kv: Tensor, layer: int, places: _Places) -> None:
         """Writes keys and values on the device, `[2, …]`, to entries."""
@@ -176,7 +176,7 @@ class RetrievalRefresh:
 
     def take_from_store(self) -> None:
         """Takes every entry from the store now. Raises CopyFailed."""
-        sequence, link, length = self._engine.sequence, self._engine.link, self.layout.length
+        sequence, link, length = self._transfer.sequence, self._transfer.link, self.layout.length
         with closing(self):
             for layer in self._layers:
                 mapped = None if link.in_place else sequence.device_views(layer, 0, length, link.device)
@@ -211,7 +211,7 @@ class RetrievalRefresh:
         self._on_device = on_device
 
     def _take_chunks(self, layer: int, start: int, pages: KVPages, over_link: bool) -> None:
-        layout, first = self._engine.sequence.layout, start // self._chunk
+        layout, first = self._transfer.sequence.layout, start // self._chunk
         low = bisect_left(self._numbers, first)
         high = bisect_left(self._numbers, first + pages.tokens // self._chunk)
         # A chunk of one head.
@@ -229,9 +229,9 @@ class RetrievalRefresh:
         count = which.stop - which.start
         self._missing -= count * chunk
         _, *places = self._on_device[:, which]  # heads and slots
-        shape = 2, count, chunk, self._engine.sequence.layout.head_dim
+        shape = 2, count, chunk, self._transfer.sequence.layout.head_dim
         take = partial(pages.take_chunks, chunk, page, heads, number)
-        self._transfer(shape, take, layer, tuple(places), over_link)
+        self._move(shape, take, layer, tuple(places), over_link)
 
     def _take_recent(self, layer: int, start: int, pages: KVPages, over_link: bool) -> None:
         layout = self.layout
@@ -250,9 +250,9 @@ class RetrievalRefresh:
                 # By a kernel, as `side` may be host memory that the device reads directly.
                 out.copy_(side) if over_link or not side.is_cuda else computed_copy(side, out=out)
 
-        self._transfer(shape, copy, layer, places, over_link)
+        self._move(shape, copy, layer, places, over_link)
 
-    def _transfer(
+    def _move(
         self,
         shape: Sequence[int],
         fill: Callable[[Tensor], object],
@@ -262,7 +262,7 @@ class RetrievalRefresh:
     ) -> None:
         """Writes what `fill` puts into memory of this shape to the entries at `places`, without waiting."""
         if over_link:
-            self._pending.append((layer, places, sent := self._engine.send(shape, fill)))
+            self._pending.append((layer, places, sent := self._transfer.send(shape, fill)))
             self._pending_bytes += sent.there.nbytes
             while self._pending_bytes > PENDING_BYTES:
                 self._write_oldest()

@@ -153,26 +153,26 @@ class GpuAttention(RemoteAttention):
     """Attention by another GPU, which keeps the first tokens of the range; the others cross its own link.
 
     Args:
-        engine: over that GPU's link; closed with this tier, and used from its thread alone.
+        transfer: over that GPU's link; closed with this tier, and used from its thread alone.
         home: the device that the queries come from.
         packed: see `Tiers`.
     """
 
     def __init__(
         self,
-        engine: TransferEngine,
+        transfer: TransferEngine,
         tier: GpuTier,
         home: torch.device,
         timeline: Timeline = NO_TIMELINE,
         *,
         packed: bool = True,
     ) -> None:
-        device = engine.link.device
+        device = transfer.link.device
         super().__init__(tier.tokens, f"{device}")
-        self.engine = engine
+        self.transfer = transfer
         self._timeline = timeline
         self._backend = choose_backend(device)
-        self._resident = ResidentTier(engine, tier.resident_tokens, packed=packed)
+        self._resident = ResidentTier(transfer, tier.resident_tokens, packed=packed)
         self._passes: deque[tuple[int, int, Future[LayerStream]]] = deque()  # resident start, stop; stream
         self._home = home
         self._stream: torch.cuda.Stream | None = None
@@ -189,7 +189,7 @@ class GpuAttention(RemoteAttention):
 
     def open(self, start: int, stop: int) -> None:
         resident = min(self._resident.tokens, stop - start) if start == self._resident.first else 0
-        stream = self._submit(lambda: self.engine.stream(stop, start=start + resident))
+        stream = self._submit(lambda: self.transfer.stream(stop, start=start + resident))
         self._passes.append((start, start + resident, stream))
 
     def start(
@@ -199,14 +199,14 @@ class GpuAttention(RemoteAttention):
             queries = self._queries.copy(queries, torch.cuda.current_stream(self._home), self._stream)
 
         def work() -> Results:
-            total = AttentionSum(self._backend, queries, self.engine.sequence.layout.kv_heads, scale, chunk)
+            total = AttentionSum(self._backend, queries, self.transfer.sequence.layout.kv_heads, scale, chunk)
             start, resident_stop, opened = self._passes[0]
             stream = opened.result()
             with self._timeline.span("gpu", "attention"):
                 resident = self._resident.segments(layer, start, resident_stop)
                 runs = chain(resident, stream.segments(layer))
                 results = attend_runs(total, len(queries), runs, stream.end - start)
-            if layer == self.engine.sequence.layout.layers - 1:
+            if layer == self.transfer.sequence.layout.layers - 1:
                 self._passes.popleft()
             return results
 
@@ -233,11 +233,11 @@ class GpuAttention(RemoteAttention):
             self._submit(close).result()
 
     def finish_compute(self) -> None:
-        self._submit(self.engine.finish_compute).result()
+        self._submit(self.transfer.finish_compute).result()
 
     def close(self) -> None:
         with ExitStack() as closing:
-            closing.callback(self.engine.close)
+            closing.callback(self.transfer.close)
             closing.callback(self._resident.release)
             closing.callback(super().close)
             with suppress(RuntimeError):  # already closed

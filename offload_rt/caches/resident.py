@@ -31,7 +31,7 @@ class ResidentTier(DeviceTier):
     Packed pages are unpacked whenever they are attended. Of pages that cannot be packed fewer have room.
 
     Args:
-        engine: over the store and the link to the device.
+        transfer: over the store and the link to the device.
         capacity: most tokens per layer, in whole pages.
         packed: keep pages as the store has them, else all unpacked.
 
@@ -40,12 +40,12 @@ class ResidentTier(DeviceTier):
         first: position of the first one in the sequence.
     """
 
-    def __init__(self, engine: TransferEngine, capacity: int, *, packed: bool = True) -> None:
-        self._layout = layout = engine.sequence.layout
+    def __init__(self, transfer: TransferEngine, capacity: int, *, packed: bool = True) -> None:
+        self._layout = layout = transfer.sequence.layout
         layout.check_whole(0, capacity)
         self.tokens = 0
         self.first = 0
-        self._engine = engine
+        self._transfer = transfer
         self._capacity = capacity
         self._packed = packed and layout.packed
         self._runs: list[list[_Run]] = [[] for _ in range(layout.layers)]
@@ -61,7 +61,7 @@ class ResidentTier(DeviceTier):
             self.truncate(self.first)
             self.first = start
         self.truncate(self.first + self.tokens)  # some layers may have more, of a load that was interrupted
-        page, length = self._layout.page_size, self._engine.sequence.length
+        page, length = self._layout.page_size, self._transfer.sequence.length
         begin, stop = start + self.tokens, min(start + self._capacity, length // page * page)
         if begin >= stop:
             return
@@ -73,7 +73,7 @@ class ResidentTier(DeviceTier):
         for layer, runs in enumerate(added):
             for run in runs:
                 memory = self._memory_of(layer, run)
-                self._engine.load(layer, run.start, run.stop, memory, packed=run.packed)
+                self._transfer.load(layer, run.start, run.stop, memory, packed=run.packed)
         for mine, runs in zip(self._runs, added, strict=True):
             mine += runs
         self.tokens = stop - start
@@ -83,7 +83,7 @@ class ResidentTier(DeviceTier):
         layout = self._layout
         room = self._capacity // layout.page_size * self._page_bytes(self._packed)
         at = self._end(self._runs[layer])
-        for first, last, unpacked in self._engine.sequence.forms(layer, start, stop):
+        for first, last, unpacked in self._transfer.sequence.forms(layer, start, stop):
             packed = self._packed and unpacked is None
             fitting = (room - at) // self._page_bytes(packed) * layout.page_size
             run = _Run(first, min(last, first + fitting), at, packed)
@@ -109,7 +109,7 @@ class ResidentTier(DeviceTier):
         if size > self._memory.shape[1]:
             old = self._memory
             with torch.inference_mode(False):  # it may be made in that mode and written to outside of it
-                memory = torch.empty(len(old), size, dtype=torch.uint8, device=self._engine.link.device)
+                memory = torch.empty(len(old), size, dtype=torch.uint8, device=self._transfer.link.device)
             if old.shape[1]:
                 memory[:, : old.shape[1]] = old
             self._memory = memory
@@ -130,7 +130,7 @@ class ResidentTier(DeviceTier):
 
     def segments(self, layer: int, start: int, stop: int) -> Iterator[KVPages]:
         for run in _cut(self._runs[layer], stop):
-            yield self._engine.resident_pages(self._memory_of(layer, run), packed=run.packed)
+            yield self._transfer.resident_pages(self._memory_of(layer, run), packed=run.packed)
 
     def release(self) -> None:
         """Frees the memory."""

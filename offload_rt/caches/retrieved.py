@@ -168,7 +168,7 @@ class RetrievedCache(BoundedCache):
             buffer.held = None  # of tokens that may have been taken back
         self.buffer.means = 0
         source = self._source
-        source.engine.flush()
+        source.transfer.flush()
         end = source.verified_length // self._layout.page_size * self._layout.page_size
         self.selection.reset(queries, source.sequence, end, source.scale)
         self.fill(queries)
@@ -231,7 +231,7 @@ class RetrievedCache(BoundedCache):
             on_host, here = PendingRead(on_device), on_device.device == device
             return lambda layer: ChosenChunks(on_host.wait()[layer], on_device[layer] if here else None)
         scores = selection.scores(queries, self._source.scale)
-        preference = 1.0 if self._source.engine.link.in_place else PREFERENCE
+        preference = 1.0 if self._source.transfer.link.in_place else PREFERENCE
 
         @torch.inference_mode()  # which is set per thread
         def choose(layer: int) -> ChosenChunks:
@@ -241,20 +241,20 @@ class RetrievedCache(BoundedCache):
 
     def _send_means(self, buffer: KVBuffer, layout: EntryLayout) -> None:
         """Sends the buffer the means of pages that it lacks."""
-        kv, means, engine = self._layout, self._source.sequence.page_means, self._source.engine
+        kv, means, transfer = self._layout, self._source.sequence.page_means, self._source.transfer
         while means is not None and buffer.means < layout.means:
-            end = min(layout.means, buffer.means + engine.READ_TOKENS)  # bounds the staging memory
+            end = min(layout.means, buffer.means + transfer.READ_TOKENS)  # bounds the staging memory
             shape = (kv.layers, 2, kv.kv_heads, end - buffer.means, kv.head_dim)
             pages = slice(buffer.means, end)
-            buffer.add_means(engine.fetch(shape, partial(self._put_means, means, pages)))
+            buffer.add_means(transfer.fetch(shape, partial(self._put_means, means, pages)))
 
     def _put_means(self, means: ChunkMeans, pages: slice, out: Tensor) -> None:
         torch.stack([means.means(layer)[:, :, pages] for layer in range(self._layout.layers)], out=out)
 
     def _start_refresh(self, length: int, queries: Tensor, buffer: KVBuffer) -> RetrievalRefresh:
         """Starts choosing the entries of a sequence of `length` tokens for a buffer, and sends its means."""
-        engine, layout = self._source.engine, self._entry_layout(length)
-        engine.flush()  # tokens are summarised when they have arrived
+        transfer, layout = self._source.transfer, self._entry_layout(length)
+        transfer.flush()  # tokens are summarised when they have arrived
         held = buffer.held = buffer.held or self._no_chunks()
         if buffer.quantized is not None and not buffer.quantized.shares_ranges:
             held.intact = 0  # no chunk can be replaced without the others of its group
@@ -262,7 +262,7 @@ class RetrievedCache(BoundedCache):
         choose = self._chooser(layout, queries, held.begin(layout.chosen_end // self.chunk))
         self._send_means(buffer, layout)
         given = layout, choose, buffer, self._choosing, whole, self._staging
-        return RetrievalRefresh(engine, self.chunk, *given)
+        return RetrievalRefresh(transfer, self.chunk, *given)
 
     def _no_chunks(self) -> HeldChunks:
         kv, slots = self._layout, -(-self.budget // self._unit) * self._unit // self.chunk

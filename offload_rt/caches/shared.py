@@ -49,7 +49,7 @@ class SharedCache(BoundedCache):
         length, page = self._source.verified_length, self._layout.page_size
         self.entries, self.verified_length = 0, length // page * page
         if length > self.verified_length:
-            self.append_verified(self._source.engine.read(self.verified_length, length))
+            self.append_verified(self._source.transfer.read(self.verified_length, length))
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         if not self._paged:
@@ -77,7 +77,7 @@ class SharedCache(BoundedCache):
             self._move(range(dropped, self.entries), 0)
             self.entries -= dropped
             if self._source.sequence.length < self._paged:
-                self._source.engine.flush()
+                self._source.transfer.flush()
 
     def victims(self, count: int) -> list[int]:
         return []  # `append_verified` has made room for all

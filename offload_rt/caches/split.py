@@ -164,7 +164,7 @@ class SourceLayers:
     """Some layers of a full cache, as a cache that is derived from it and lies on `device` sees it.
 
     Attributes:
-        engine: gathers from the store over the link of that device.
+        transfer: gathers from the store over the link of that device.
     """
 
     def __init__(self, full: FullCache, layers: Sequence[int], second: SecondDevice | None) -> None:
@@ -174,8 +174,8 @@ class SourceLayers:
         self.device = full.device if second is None else second.device
         self.backend: AttentionBackend = full.backend if second is None else choose_backend(second.device)
         self.local = NO_LOCAL_STATE
-        link = full.engine.link if second is None else second.link
-        self.engine = _GatheringEngine(full.engine, self.sequence, link)
+        link = full.transfer.link if second is None else second.link
+        self.transfer = _GatheringEngine(full.transfer, self.sequence, link)
 
     @property
     def verified_length(self) -> int:
@@ -188,7 +188,7 @@ class SourceLayers:
 
 
 class _GatheringEngine(TransferEngine):
-    """Reads some layers from the store, to which another engine writes."""
+    """Reads some layers from the store, to which another `TransferEngine` writes."""
 
     def __init__(self, writer: TransferEngine, sequence: Any, link: Any) -> None:
         self._writer = writer

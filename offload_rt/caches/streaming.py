@@ -71,11 +71,11 @@ class StreamingCache(BoundedCache):
         self.reset()
         length = self._source.verified_length
         recent = max(self.sinks, length - self.window)
-        self.append_verified(self._source.engine.read(0, min(self.sinks, length)))
+        self.append_verified(self._source.transfer.read(0, min(self.sinks, length)))
         if recent > self.sinks:
             self.skip(recent - self.sinks)
         if length > recent:
-            self.append_verified(self._source.engine.read(recent, length))
+            self.append_verified(self._source.transfer.read(recent, length))
 
     def append_verified(self, kv: Tensor) -> None:
         # In portions, as more tokens than the window has slots may be appended.

@@ -128,24 +128,24 @@ class DeviceTier(Tier):
 class StreamedTier(DeviceTier):
     """Tokens of each layer that cross the link in every pass, through the staging ring."""
 
-    def __init__(self, engine: TransferEngine) -> None:
-        self._engine = engine
+    def __init__(self, transfer: TransferEngine) -> None:
+        self._transfer = transfer
         self._passes: deque[LayerStream] = deque()
 
     def open(self, start: int, stop: int) -> None:
-        self._passes.append(self._engine.stream(stop, start=start))
+        self._passes.append(self._transfer.stream(stop, start=start))
 
     def segments(self, layer: int, start: int, stop: int) -> Iterator[KVPages]:
         yield from self._passes[0].segments(layer)
-        if layer == self._engine.sequence.layout.layers - 1:
+        if layer == self._transfer.sequence.layout.layers - 1:
             self._passes.popleft()
 
     def finish_compute(self) -> None:
-        self._engine.finish_compute()
+        self._transfer.finish_compute()
 
     def abandon(self) -> None:
         self._passes.clear()
-        self._engine.abandon()
+        self._transfer.abandon()
 
 
 class Tail:

@@ -99,21 +99,23 @@ class TokenSequence:
             closing.callback(self._release_caches)
             closing.callback(self._kv.close)
             self._kv.reserve(room)
-            self.engine = self._transfer_over(shared.link)
-            closing.callback(self.engine.close)
+            self.transfer = self._transfer_over(shared.link)
+            closing.callback(self.transfer.close)
             remote = list[RemoteAttention]()
             if tiers.cpu_tokens:
                 remote.append(CpuAttention(tiers.cpu_tokens, shared.target.device, shared.timeline))
                 closing.callback(remote[-1].close)
-            self._engines = [self.engine]
+            self._transfers = [self.transfer]
             for link, tier in zip(shared.other_links, tiers.gpus, strict=False):
-                engine = self._transfer_over(link)
-                closing.callback(engine.close)
-                remote.append(GpuAttention(engine, tier, target.device, shared.timeline, packed=tiers.packed))
+                transfer = self._transfer_over(link)
+                closing.callback(transfer.close)
+                remote.append(
+                    GpuAttention(transfer, tier, target.device, shared.timeline, packed=tiers.packed)
+                )
                 closing.callback(remote[-1].close)
-                self._engines.append(engine)
+                self._transfers.append(transfer)
             self.full = FullCache(
-                self.engine,
+                self.transfer,
                 shared.backend,
                 tiers.resident_tokens,
                 remote,
@@ -198,7 +200,7 @@ class TokenSequence:
 
     def snapshot(self, lock: threading.RLock) -> KVPrefix:
         """Returns its tokens and their KV as a prefix, which shares the pages; see `KVPrefix` for `lock`."""
-        self.engine.flush()
+        self.transfer.flush()
         length = min(self.full.verified_length, len(self.tokens))
         if not self.full.whole:  # a step was interrupted
             self.full.rewind(length)
@@ -236,8 +238,8 @@ class TokenSequence:
         self._read()
         self._kv.keep_means(*kept_means(plan.config))
         self.start = len(self.tokens)
-        for engine in self._engines:
-            engine.counters = TransferCounters()
+        for transfer in self._transfers:
+            transfer.counters = TransferCounters()
         self._compose(plan, continuation)
         self.take_prompt()
         self.read_ms += 1e3 * (clock.now() - started)
@@ -268,7 +270,7 @@ class TokenSequence:
     def counters(self) -> TransferCounters:
         """Bytes that crossed all links in this continuation, and waits for them."""
         return TransferCounters(
-            *map(sum, zip(*(astuple(engine.counters) for engine in self._engines), strict=True))
+            *map(sum, zip(*(astuple(transfer.counters) for transfer in self._transfers), strict=True))
         )
 
     @property
@@ -326,8 +328,8 @@ class TokenSequence:
     def stop(self) -> None:
         """Aborts prefetching for the next pass. No pass may be running."""
         self.full.abandon()
-        if self.engine.link.in_place:
-            self.engine.flush()  # so that the store counts all tokens
+        if self.transfer.link.in_place:
+            self.transfer.flush()  # so that the store counts all tokens
 
     def adapted(self, config: Config) -> SequencePlan:
         """Returns the sequence's plan for another config.

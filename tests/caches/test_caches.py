@@ -257,7 +257,7 @@ def test_the_full_cache_and_those_derived_from_it(
                     derived.keep(entries)
                 forest = forest.only(entries)
             check_retrieved(retrieved, retrieval, full)
-            keys, values = cache.engine.read(0, len(full.tokens)).unbind(1)
+            keys, values = cache.transfer.read(0, len(full.tokens)).unbind(1)
             torch.testing.assert_close(keys, full.keys, rtol=0, atol=1e-6)
             assert torch.equal(values, full.values)
             for derived in (streaming, retrieved, shared):
@@ -349,7 +349,7 @@ def test_a_refresh_that_is_given_up_chooses_for_no_further_layer() -> None:
 
     with full_cache(CpuLink(), 2, chunk=4) as cache, ThreadPoolExecutor(max_workers=1) as executor:
         buffer, extent = BufferPool().take(LAYOUT, 40, torch.device("cpu")), EntryLayout(40, 0, 0, 0, 0)
-        refill = RetrievalRefresh(cache.engine, 4, extent, slow, buffer, executor)
+        refill = RetrievalRefresh(cache.transfer, 4, extent, slow, buffer, executor)
         assert choosing.wait(10)
         threading.Timer(0.1, go_on.set).start()
         for _ in range(2):

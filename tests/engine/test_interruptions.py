@@ -157,12 +157,12 @@ def test_a_write_that_failed_after_the_last_token_is_told_once(
         for _ in range(PARAMS.max_tokens - 1):
             next(stream)
         (sequence,) = llm.engine.sequences
-        sequence.engine.flush()
+        sequence.transfer.flush()
         working, link.failing = link.failing, lambda pairs: True
         stream.close()
         layout = llm.engine.store.layout
         shape = (layout.layers, 2, layout.kv_heads, 1, layout.head_dim)
-        sequence.engine.write_back(torch.zeros(shape, dtype=layout.dtype))
+        sequence.transfer.write_back(torch.zeros(shape, dtype=layout.dtype))
         with pytest.raises(CopyFailed, match="cable was pulled"):
             context.rewind(len(PROMPT))
         link.failing = working

@@ -47,7 +47,7 @@ def reference(model: PreTrainedModel, tokens: list[int]) -> tuple[DynamicCache, 
 
 def check_store(cache: FullCache, expected: DynamicCache, length: int) -> None:
     assert cache.verified_length == length
-    keys, values = cache.engine.read(0, length).unbind(1)
+    keys, values = cache.transfer.read(0, length).unbind(1)
     summaries = cache.sequence.summaries
     assert summaries is not None
     for number, layer in enumerate(expected.layers):
@@ -104,8 +104,8 @@ def test_every_page_crosses_the_link_once(chunk: int) -> None:
     model = CausalModel(tiny_target("llama-gqa"), "tiny")
     with empty_cache(model, PacedLink(1e9)) as cache:
         prefill(model, cache, byte_ids(150), chunk)
-        assert cache.engine.counters.bytes_to_host == cache.layout.reserved_bytes(150)
-        assert cache.engine.counters.bytes_to_device == 150 % 16 * cache.layout.token_bytes
+        assert cache.transfer.counters.bytes_to_host == cache.layout.reserved_bytes(150)
+        assert cache.transfer.counters.bytes_to_device == 150 % 16 * cache.layout.token_bytes
 
 
 @contextmanager

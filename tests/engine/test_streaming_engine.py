@@ -184,7 +184,7 @@ def test_what_is_retrieved_is_the_sequences(device: torch.device, shares: Tiers,
             pass
         (sequence,) = llm.engine.sequences
         (cache,) = sequence.full.derived
-        sequence.full.engine.flush()
+        sequence.full.transfer.flush()
         sequence = sequence.full.sequence
         for layer in range(sequence.layout.layers):
             runs = sequence.views(layer, 0, sequence.length)

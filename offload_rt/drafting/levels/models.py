@@ -169,7 +169,7 @@ class ModelLevel(Level):
         depth = shape_below.depth
         recurring = range(1, shape_below.size + 3) if depth else sorted({1, 2, shape.per_pass} - {0})
         alone = len(self.config.speculation.levels) == 1
-        if alone and shape.kind == "chain" and not resources.full.engine.link.in_place:
+        if alone and shape.kind == "chain" and not resources.full.transfer.link.in_place:
             recurring = range(1, max(2, self.config.offload.ahead) + 1)  # as many chains are drawn together
         if isinstance(cache, BoundedCache):
             for each in orders:
@@ -202,7 +202,7 @@ class ModelLevel(Level):
                 given = resources
                 if self.of_target:
                     full: Any = SourceLayers(resources.full, layers, device)
-                    closing.callback(full.engine.close)
+                    closing.callback(full.transfer.close)
                     given = replace(resources, full=full)
                 return level.cache(ModelLayers.of(model, layers, device), given)
 
@@ -392,7 +392,7 @@ class RetrievedLevel(ModelLevel):
     def cache(self, model: CachedModel, resources: Resources) -> BoundedCache:
         from offload_rt.caches.retrieved import RetrievedCache
 
-        retrieval, in_place = self.config.retrieval, resources.full.engine.link.in_place
+        retrieval, in_place = self.config.retrieval, resources.full.transfer.link.in_place
         return RetrievedCache(
             resources.full,
             budget=retrieval.budget,
