@@ -39,7 +39,7 @@ from offload_rt.machine.measuring import CPU, compute_rate, seconds
 from offload_rt.model.layer_kinds import Recurrence
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.cost_model import CostModel, attention_rate
-from offload_rt.planning.placement import Placement
+from offload_rt.planning.memory import Placement
 from offload_rt.planning.planner import with_budget
 from offload_rt.planning.request import PlanRequest
 from offload_rt.system.files import check_writable, write_json

@@ -11,11 +11,11 @@ from cpu_kv import ElementType
 from offload_rt.caches.layer_kinds import LayerKind
 from offload_rt.config.settings import NO_QUANTIZATION
 from offload_rt.errors import UsageError, first_line
-from offload_rt.model.attention_hook import refuse_unsupported
 from offload_rt.model.layer_kinds import layer_kinds
 from offload_rt.model.quantized_checkpoints import quantized_weights, stated_quantization
 from offload_rt.model.recurrence import recurrence_of
 from offload_rt.model.shape import DUAL_CHUNK, ModelShape
+from offload_rt.model.supported import refuse_unsupported
 
 _MLP_WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim")
 """Names of the width inside an MLP in a config."""

@@ -34,9 +34,7 @@ from offload_rt.model.attention_hook import (
     ATTENTION_NAME,
     AttentionPass,
     LayerPass,
-    kind_of,
     open_model,
-    refuse_unsupported,
     restore_model,
 )
 from offload_rt.model.dense_layers import computes_the_same, dense_head, dense_layer
@@ -49,6 +47,7 @@ from offload_rt.model.recurrence import missing_kernels
 from offload_rt.model.remote_blocks import RemoteBlocks, RemotePass
 from offload_rt.model.remote_mlp import RemoteMlp
 from offload_rt.model.self_check import TOKENS, Probe, check_against_own_forward, spread_positions
+from offload_rt.model.supported import kind_of, refuse_unsupported
 from offload_rt.system.device_copies import joined, to_device
 
 

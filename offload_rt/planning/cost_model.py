@@ -18,8 +18,7 @@ from offload_rt.kernels.sizes import MOST_PACKED_QUERIES, PACKED_TILE
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.shape import ModelShape
-from offload_rt.planning.memory import MemoryBudget
-from offload_rt.planning.placement import Placement
+from offload_rt.planning.memory import MemoryBudget, Placement
 from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import AttentionRate, Gpu, ProductRate
 

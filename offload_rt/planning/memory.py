@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cpu_kv import KVSizes
@@ -10,7 +10,6 @@ from cpu_kv.sizes import PROMPT_WRITES, READ_TOKENS, page_locked_bytes
 from offload_rt.caches.sizes import MOST_POINTS, PORTION_BYTES, GpuTier, tail_bytes
 from offload_rt.drafting.levels.base import Memory, kept_means, local_memory
 from offload_rt.model.shape import ModelShape
-from offload_rt.planning.placement import Placement
 from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import GIB, Gpu
 
@@ -244,3 +243,31 @@ def largest(memory: Memory, digits: int, most: int | None = None) -> str:
     """Returns the largest parts, `most` of them or all, in GiB as text."""
     parts = sorted(memory.items(), key=lambda part: -part[1])[:most]
     return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.{digits}f}" for name, size in parts if size)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Number of context tokens by where they are attended; the same in every layer."""
+
+    resident_tokens: int  # the first ones, kept on the first GPU
+    cpu_tokens: int  # the next ones, attended by the CPU
+    streamed_tokens: int  # the last ones, which cross the first GPU's link for every pass
+    shape: ModelShape
+    gpus: tuple[GpuTier, ...] = ()  # of the other GPUs in turn, between the CPU's and the last ones
+    packed: bool = False  # what is kept on GPUs is
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes kept on all GPUs together."""
+        others = sum(gpu.resident_tokens for gpu in self.gpus)
+        return (self.resident_tokens + others) * self.shape.token_bytes
+
+    @property
+    def cpu_attended_bytes(self) -> int:
+        return self.cpu_tokens * self.shape.token_bytes
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that cross all links together for every pass."""
+        others = sum(gpu.streamed_tokens for gpu in self.gpus)
+        return (self.streamed_tokens + others) * self.shape.token_bytes

@@ -1,4 +1,4 @@
-"""Placement of KV and weights in the memories of a machine, in bytes.
+"""The placement of KV that makes a round shortest.
 
 All KV lies in host memory. With a GPU the first tokens of every layer are kept there as well (resident), the
 CPU attends the next ones where they lie, and the rest is streamed through the staging ring for every pass:
@@ -8,35 +8,55 @@ own, and attend it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable
 
-from offload_rt.caches.sizes import GpuTier
-from offload_rt.model.shape import ModelShape
+from offload_rt.config.draft_shape import DraftShape
+from offload_rt.planning.cost_model import CostModel, RoundTime
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Number of context tokens by where they are attended; the same in every layer."""
+def best_round(costs: CostModel) -> RoundTime:
+    """Returns the round with the least time per token, of all drafts."""
+    rounds = (_shortest_round(costs, drafted) for drafted in costs.request.drafts)
+    return min(rounds, key=lambda one: one.ms_per_token)
 
-    resident_tokens: int  # the first ones, kept on the first GPU
-    cpu_tokens: int  # the next ones, attended by the CPU
-    streamed_tokens: int  # the last ones, which cross the first GPU's link for every pass
-    shape: ModelShape
-    gpus: tuple[GpuTier, ...] = ()  # of the other GPUs in turn, between the CPU's and the last ones
-    packed: bool = False  # what is kept on GPUs is
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes kept on all GPUs together."""
-        others = sum(gpu.resident_tokens for gpu in self.gpus)
-        return (self.resident_tokens + others) * self.shape.token_bytes
+def _shortest_round(costs: CostModel, drafted: DraftShape) -> RoundTime:
+    """Returns the shortest round of any placement; shares that the config gives are kept.
 
-    @property
-    def cpu_attended_bytes(self) -> int:
-        return self.cpu_tokens * self.shape.token_bytes
+    All ranges of tokens but the text's last end with a page.
+    """
+    request, draft = costs.request, costs.draft(drafted)
+    context, page, resident = request.context, request.config.store.page, request.given_resident
 
-    @property
-    def streamed_bytes(self) -> int:
-        """Bytes that cross all links together for every pass."""
-        others = sum(gpu.streamed_tokens for gpu in self.gpus)
-        return (self.streamed_tokens + others) * self.shape.token_bytes
+    def at(resident: int, cpu: int) -> RoundTime:
+        return costs.round(costs.verification(costs.memory.placement(resident, cpu), drafted), draft)
+
+    capacity, *others = costs.memory.capacities or [0]
+    if (cpu := request.given_cpu) is not None:
+        if resident is None:
+            resident = min(capacity, context - cpu)
+            resident -= resident % page if cpu else 0
+        return at(resident, min(cpu, context - resident))
+
+    def unstreamed(resident: int) -> int:
+        """Returns the tokens for the CPU, in whole pages, where GPUs keep all they can and none stream."""
+        left = context - resident
+        return min(left, -(-max(0, left - sum(others)) // page) * page)
+
+    kept = capacity if resident is None else resident
+    found = [at(kept, 0)]
+    found += _lowest(range(page, context - kept, page), lambda cpu: at(kept, cpu))
+    fewer = range(0, kept + 1, page) if resident is None else range(kept, kept + 1)
+    found += _lowest(fewer, lambda resident: at(resident, unstreamed(resident)))
+    return min(found, key=lambda one: one.ms)
+
+
+def _lowest(places: range, at: Callable[[int], RoundTime]) -> list[RoundTime]:
+    """Returns the shortest round along a line of shares.
+
+    A longer share of the CPU makes some lanes of a pass longer and others shorter, all of them evenly, and a
+    round is a sum of their maxima: there is one valley.
+    """
+    rises = bisect_left(places[:-1], True, key=lambda place: at(place).ms <= at(place + places.step).ms)
+    return [at(place) for place in places[rises : rises + 1]]

@@ -14,7 +14,6 @@ from functools import cached_property
 from math import ceil, inf
 
 from cpu_kv import ElementType
-from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.priors import SMALL_MODEL_ACCEPTANCE
 from offload_rt.config.schema import Config
 from offload_rt.drafting.levels.base import Memory, possible
@@ -23,8 +22,8 @@ from offload_rt.model.quantization import NF4, Quantization
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning import assumptions
 from offload_rt.planning.cost_model import CostModel, RoundTime
-from offload_rt.planning.memory import RESERVE_SHARE, MemoryBudget
-from offload_rt.planning.placement import Placement
+from offload_rt.planning.memory import RESERVE_SHARE, MemoryBudget, Placement
+from offload_rt.planning.placement import best_round
 from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import GIB, Hardware
 
@@ -191,7 +190,7 @@ def _fastest(request: PlanRequest) -> Plan:
     models = {way: CostModel(fitting) for way in ways if (fitting := _fitting(way))}
     if not models:
         return _unplanned(ways[0], str(MemoryBudget(ways[0]).shortage))
-    rounds = {way: _best_round(costs) for way, costs in models.items()}
+    rounds = {way: best_round(costs) for way, costs in models.items()}
     chosen = min(rounds, key=lambda way: rounds[way].ms_per_token)
     return _planned(chosen, models[chosen], rounds[chosen])
 
@@ -236,7 +235,7 @@ def _planned(request: PlanRequest, costs: CostModel, best: RoundTime) -> Plan:
         ms_per_token=best.ms_per_token,
         prefill_ms=costs.prefill_ms(),
         bottleneck=costs.bottleneck(best),
-        plain_ms_per_token=_best_round(CostModel(plain)).ms_per_token,
+        plain_ms_per_token=best_round(CostModel(plain)).ms_per_token,
     )
     told = assumptions.predictions(request, fitting, best, predicted.plain_ms_per_token)
     known = (*assumptions.machine(fitting), *told)
@@ -266,53 +265,6 @@ def comparison(plans: Sequence[Plan]) -> str:
         f"{one.request.config.name} {one.predicted.ms_per_token:.1f}" for one in plans if one.predicted
     )
     return f"{first} ms per token, as predicted" + (f" ({', '.join(others)})" if others else "")
-
-
-def _best_round(costs: CostModel) -> RoundTime:
-    """Returns the round with the least time per token, of all drafts."""
-    rounds = (_shortest_round(costs, drafted) for drafted in costs.request.drafts)
-    return min(rounds, key=lambda one: one.ms_per_token)
-
-
-def _shortest_round(costs: CostModel, drafted: DraftShape) -> RoundTime:
-    """Returns the shortest round of any placement; shares that the config gives are kept.
-
-    All ranges of tokens but the text's last end with a page.
-    """
-    request, draft = costs.request, costs.draft(drafted)
-    context, page, resident = request.context, request.config.store.page, request.given_resident
-
-    def at(resident: int, cpu: int) -> RoundTime:
-        return costs.round(costs.verification(costs.memory.placement(resident, cpu), drafted), draft)
-
-    capacity, *others = costs.memory.capacities or [0]
-    if (cpu := request.given_cpu) is not None:
-        if resident is None:
-            resident = min(capacity, context - cpu)
-            resident -= resident % page if cpu else 0
-        return at(resident, min(cpu, context - resident))
-
-    def unstreamed(resident: int) -> int:
-        """Returns the tokens for the CPU, in whole pages, where GPUs keep all they can and none stream."""
-        left = context - resident
-        return min(left, -(-max(0, left - sum(others)) // page) * page)
-
-    kept = capacity if resident is None else resident
-    found = [at(kept, 0)]
-    found += _lowest(range(page, context - kept, page), lambda cpu: at(kept, cpu))
-    fewer = range(0, kept + 1, page) if resident is None else range(kept, kept + 1)
-    found += _lowest(fewer, lambda resident: at(resident, unstreamed(resident)))
-    return min(found, key=lambda one: one.ms)
-
-
-def _lowest(places: range, at: Callable[[int], RoundTime]) -> list[RoundTime]:
-    """Returns the shortest round along a line of shares.
-
-    A longer share of the CPU makes some lanes of a pass longer and others shorter, all of them evenly, and a
-    round is a sum of their maxima: there is one valley.
-    """
-    rises = bisect_left(places[:-1], True, key=lambda place: at(place).ms <= at(place + places.step).ms)
-    return [at(place) for place in places[rises : rises + 1]]
 
 
 # The nearest plan that fits.

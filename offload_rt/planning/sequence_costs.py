@@ -9,7 +9,7 @@ from dataclasses import replace
 from offload_rt.caches.sizes import GpuTier, Tiers
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.planning.cost_model import CostModel
-from offload_rt.planning.placement import Placement
+from offload_rt.planning.memory import Placement
 from offload_rt.planning.request import PlanRequest
 
 LENGTH_STEP = 1.1  # costs are predicted anew when a sequence has grown by this factor
