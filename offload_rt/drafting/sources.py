@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
@@ -16,6 +16,9 @@ from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import ROOT, Tree
 from offload_rt.system import clock
+
+MOST_ENDS = 64
+"""Ends of a sequence whose newest occurrences are noted; in "aaaa…" as many occur as it has tokens."""
 
 
 class Source(Drafter, ABC):
@@ -61,39 +64,6 @@ class Source(Drafter, ABC):
         return Proposal(draft)
 
 
-class NGrams(Source):
-    """Prompt look-up: the newest earlier occurrence of the sequence's last n-gram, the longest that occurs.
-
-    Keeps, for each n, where each n-gram of the verified sequence last ended, so that a look-up costs the same
-    at any length.
-    """
-
-    name = "lookup"
-
-    def __init__(self, max_ngram: int, min_ngram: int) -> None:
-        super().__init__()
-        self._sizes = range(max_ngram, min_ngram - 1, -1)
-        self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> index behind its newest occurrence
-        self._indexed = 0
-
-    def extend(self, view: TokenView) -> None:
-        # Occurrences are indexed once their following token exists, so the last n-gram never finds itself.
-        first = max(0, self._indexed - max(self._sizes))
-        tokens = view.part(first)
-        for end in range(max(self._indexed, 1) - first, len(tokens)):
-            for size in self._sizes:
-                if size <= end:
-                    self._ends[tuple(tokens[end - size : end])] = first + end
-        self._indexed = len(view)
-
-    def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
-        for size in self._sizes:
-            end = self._ends.get(tuple(view.part(len(view) - size))) if size <= len(view) else None
-            if end is not None:
-                return [view.part(end, end + depth)]
-        return []
-
-
 class SuffixAutomaton(Source):
     """An earlier occurrence of the longest end of the sequence that occurs in it, however long.
 
@@ -104,20 +74,21 @@ class SuffixAutomaton(Source):
 
     Args:
         shortest: what is shorter is no occurrence.
+        longest: most tokens of the end that are compared, and then its newest occurrence is found; None: any
+            number, and then no more tokens are proposed than matched.
     """
 
     name = "suffix"
 
-    def __init__(self, shortest: int) -> None:
+    def __init__(self, shortest: int, longest: int | None = None) -> None:
         super().__init__()
-        self._shortest = shortest
+        self._shortest, self._most = shortest, longest
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._longest = [0]  # length of the longest substring of a state
-        self._end = [0]  # where one of its occurrences ends
+        self._end = [0]  # where one of its occurrences ends, not that at the end of the sequence
         self._last = 0
         self._taken = 0  # number of tokens
-        self._found = (0, 0)  # state of the sequence's longest end that occurred before, and where that ended
 
     def extend(self, view: TokenView) -> None:
         for token in view.part(self._taken):
@@ -131,6 +102,8 @@ class SuffixAutomaton(Source):
         return len(self._next) - 1
 
     def _take(self, token: int) -> None:
+        for state in self._ends(self._link[self._last]):
+            self._end[state] = self._taken
         self._taken += 1
         state = self._state(self._longest[self._last] + 1, {}, 0, self._taken)
         above, self._last = self._last, state
@@ -139,9 +112,14 @@ class SuffixAutomaton(Source):
             above = self._link[above]
         if above >= 0:
             self._link[state] = self._split(above, token)
-        link = self._link[state]
-        # The newest occurrence that is known without a walk over all links.
-        self._found, self._end[link] = (link, self._end[link]), self._taken
+
+    def _ends(self, state: int) -> Iterator[int]:
+        """Yields a state, and the states of its ends, the longest first, where `longest` limits them."""
+        for _ in range(1 if self._most is None else MOST_ENDS):
+            if state <= 0:
+                return
+            yield state
+            state = self._link[state]
 
     def _split(self, above: int, token: int) -> int:
         """Returns the state of the longest substring of `above` with `token` behind it, alone."""
@@ -156,16 +134,29 @@ class SuffixAutomaton(Source):
         return copied
 
     def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
-        state, end = self._found
+        state = max(0, self._link[self._last])
         length = self._longest[state]
         for token in view.part(self._taken):  # speculation
             while state and token not in self._next[state]:
                 state = self._link[state]
                 length = self._longest[state]
             state = self._next[state].get(token, 0)
-            length, end = (length + 1 if state else 0), self._end[state]
-        # The longer what matched, the longer what follows it goes on to match.
-        return [view.part(end, end + min(depth, length))] if length >= self._shortest else []
+            length = length + 1 if state else 0
+        if length < self._shortest:
+            return []
+        if self._most is None:
+            depth = min(depth, length)  # the longer what matched, the longer what follows goes on to match
+        else:
+            state = next(
+                (one for one in self._ends(state) if self._longest[self._link[one]] < self._most), state
+            )
+        return [view.part(self._end[state], self._end[state] + depth)]
+
+
+class NGrams(SuffixAutomaton):
+    """Prompt look-up: what followed the last n-gram of the sequence, the longest that occurred before."""
+
+    name = "lookup"
 
 
 def heaviest(continuations: Sequence[Sequence[int]], shape: DraftShape) -> Draft:

@@ -101,9 +101,9 @@ def preferred(level: Level, beside: Callable[..., Source], depth: int) -> Level:
     return lambda *given: PreferredDrafter(level(*given), beside(*given), depth)
 
 
-lookup = source(NGrams, 2, 1)
+lookup = source(NGrams, 1, 2)
 suffixes = source(SuffixAutomaton, 1)
-stored = source(Stored, 2, 1)
+stored = source(Stored, 1, 2)
 
 COMPOSITIONS: dict[str, Build] = {
     "plain": (nothing, CHAIN),

@@ -59,7 +59,7 @@ class LookupLevel(SourceLevel):
     def source(self) -> Source:
         from offload_rt.drafting.sources import NGrams
 
-        return NGrams(self.config.lookup.max_ngram, self.config.lookup.min_ngram)
+        return NGrams(self.config.lookup.min_ngram, self.config.lookup.max_ngram)
 
 
 class SuffixLevel(SourceLevel):
