@@ -4,13 +4,14 @@ TYPE_CHECKING = False  # true to type checkers
 if TYPE_CHECKING:
     from cpu_kv.chunks import ChunkMeans
     from cpu_kv.cuda_link import CudaLink
+    from cpu_kv.gathering import Gatherer, LayerGatherer, PendingCopy, TransferCounters
     from cpu_kv.layout import KVLayout
     from cpu_kv.link import CopyFailed, CpuLink, Event, Link
     from cpu_kv.paced_link import PacedLink
     from cpu_kv.pinned import PageLocking, SlabAllocator
     from cpu_kv.sizes import ElementType, KVSizes
     from cpu_kv.store import PagedKVStore, SequenceKV
-    from cpu_kv.transfer import LayerStream, PendingCopy, TransferCounters, TransferEngine
+    from cpu_kv.transfer import LayerStream, TransferEngine
     from cpu_kv.views import KVPages, PackedPages, PlainPages, head_major
 
 __all__ = [
@@ -20,9 +21,11 @@ __all__ = [
     "CudaLink",
     "ElementType",
     "Event",
+    "Gatherer",
     "KVLayout",
     "KVPages",
     "KVSizes",
+    "LayerGatherer",
     "LayerStream",
     "Link",
     "PacedLink",
@@ -48,6 +51,7 @@ _MODULES = (
     "paced_link",
     "pinned",
     "store",
+    "gathering",
     "transfer",
 )
 

@@ -1,39 +1,22 @@
-"""Moves KV between a stored sequence and the compute device: streams it, writes it back, gathers it."""
+"""Moves KV between a stored sequence and the compute device: streams it, and writes it back."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from cpu_kv.link import CopyFailed, Event, Link, Pairs, pair_bytes
-from cpu_kv.sizes import PROMPT_WRITES, READ_TOKENS
+from cpu_kv.gathering import Gatherer
+from cpu_kv.link import CopyFailed, Event, Link
+from cpu_kv.sizes import PROMPT_WRITES
 from cpu_kv.staging import HostBuffers, StagingRing, StagingSlot
 from cpu_kv.store import SequenceKV
 from cpu_kv.views import KVPages, PlainPages, cut_alike
-
-
-@dataclass
-class TransferCounters:
-    """Bytes and copies that crossed the link, and how long the host waited for them.
-
-    Attributes:
-        bytes_abandoned: the part of `bytes_to_device` that was prefetched for streams but never read.
-        copies: number of copies, each of contiguous memory.
-        wait_ms: near 0 with CUDA, where the compute waits instead of the host.
-    """
-
-    bytes_to_device: int = 0
-    bytes_to_host: int = 0
-    bytes_abandoned: int = 0
-    copies: int = 0
-    wait_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,20 +40,7 @@ class _WriteBack:
     arrived: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class PendingCopy:
-    """A pending copy to the device.
-
-    Attributes:
-        there: its destination.
-        arrived: the event at its end.
-    """
-
-    there: Tensor
-    arrived: Event
-
-
-class TransferEngine:
+class TransferEngine(Gatherer):
     """Moves the KV of one sequence over a link, packed where it is stored so. Must be used from one thread.
 
     Over a link that is `in_place` there is no ring, and the compute is given views of the store. Several
@@ -85,14 +55,11 @@ class TransferEngine:
     # Committed KV never changes, so the link may prefetch it at any time, before anything is decided. KV that
     # is being written back is committed only when its copy has ended: then the sequence advances. Both sides
     # of every copy are contiguous, so it is one transfer whatever the number of heads.
-    READ_TOKENS = READ_TOKENS
 
     def __init__(
         self, sequence: SequenceKV, link: Link, *, segment_tokens: int = 4096, ring_buffers: int = 3
     ):
-        self.sequence = sequence
-        self.link = link
-        self.counters = TransferCounters()
+        super().__init__(sequence, link, range(sequence.layout.layers))
         self._ring: StagingRing | None = None
         if not link.in_place:
             self._ring = StagingRing(link, sequence.layout, segment_tokens, ring_buffers)
@@ -104,8 +71,6 @@ class TransferEngine:
         self._planned: deque[_Segment] = deque()
         self._copied: deque[tuple[_Segment, Tensor, StagingSlot]] = deque()
         self._incoming = HostBuffers(link, sequence.layout.dtype, count=1)
-        self._outgoing = HostBuffers(link, sequence.layout.dtype)
-        self._closed = False
 
     def stream(self, end: int, *, start: int = 0) -> LayerStream:
         """Starts a stream of the tokens `start` .. `end`, whole pages, of all layers for one pass.
@@ -261,7 +226,8 @@ class TransferEngine:
     def flush(self) -> None:
         """Waits for all write-backs and commits them.
 
-        Raises CopyFailed if one failed; that one and all later ones are dropped.
+        Raises:
+            CopyFailed: one failed; that one and all later ones are dropped.
         """
         while self._writes:
             self._finish_oldest_write()
@@ -274,57 +240,6 @@ class TransferEngine:
                 self._unwritten = []  # tokens that could not be stored are not committed
                 raise
             self._unwritten = []
-
-    def read(self, start: int, end: int) -> Tensor:
-        """Returns the tokens `start` .. `end` on the link's device; see `fetch`.
-
-        Their shape is `[layers, 2, kv_heads, end - start, head_dim]`.
-        """
-        layout = self.sequence.layout
-        shape = (layout.layers, 2, layout.kv_heads, end - start, layout.head_dim)
-        out = torch.empty(shape, dtype=layout.dtype, device=self.link.device)
-        portion = end - start if self.link.in_place else self.READ_TOKENS
-        for part in out.split(portion, dim=3) if start < end else ():
-            part.copy_(self.fetch(part.shape, partial(self._put_together, start)))
-            start += part.shape[3]
-        return out
-
-    def _put_together(self, start: int, out: Tensor) -> None:
-        for layer, (keys, values) in enumerate(out):
-            parts = self.sequence.views(layer, start, start + keys.shape[1])
-            for part, *places in cut_alike(parts, keys, values):
-                part.copy_to(*places)
-
-    def fetch(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> Tensor:
-        """Returns a tensor on the link's device with the content that `fill` writes to a host tensor.
-
-        Waits for write-backs. Compute that is enqueued later may read the tensor. Raises CopyFailed.
-        """
-        self._check_open()
-        self.flush()
-        if not self.link.in_place:
-            return self.await_copy(self.send(shape, fill))
-        there = torch.empty(tuple(shape), dtype=self.sequence.layout.dtype)
-        fill(there)
-        return there
-
-    def send(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> PendingCopy:
-        """Starts copying what `fill` writes to a host tensor of this shape and the layout's dtype.
-
-        The copy is urgent: it overtakes prefetches.
-        """
-        staged = self._outgoing.take(shape)
-        fill(staged)
-        there = torch.empty_like(staged, device=self.link.device)
-        # Compute that was enqueued earlier may still use the memory of the destination.
-        arrived = self._copy([(there, staged)], after=self.link.record_event(), urgent=True)
-        self._outgoing.hold(arrived)
-        return PendingCopy(there, arrived)
-
-    def await_copy(self, copy: PendingCopy) -> Tensor:
-        """Returns the destination of a copy, for compute that is enqueued later. Raises CopyFailed."""
-        self._wait(copy.arrived)
-        return copy.there
 
     def close(self) -> None:
         """Waits for copies and frees the ring. Raises CopyFailed if a write-back failed. Idempotent."""
@@ -339,10 +254,6 @@ class TransferEngine:
             for stream in self._streams:
                 closing.callback(stream.close)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the transfer engine is closed")
-
     def _prefetch(self, ring: StagingRing) -> None:
         """Enqueues copies of the next segments into all slots that have been released.
 
@@ -355,21 +266,6 @@ class TransferEngine:
             used = slot.memory[: sum(piece.nbytes for piece in pieces)]
             slot.ready = self._copy(_pairs(pieces, used, inward=True), after=slot.free)
             self._copied.append((segment, used, slot))
-
-    def _copy(
-        self, pairs: Pairs, after: Event | None = None, *, to_host: bool = False, urgent: bool = False
-    ) -> Event:
-        self.counters.copies += len(pairs)
-        if to_host:
-            self.counters.bytes_to_host += pair_bytes(pairs)
-        else:
-            self.counters.bytes_to_device += pair_bytes(pairs)
-        return self.link.copy(pairs, after, to_host=to_host, urgent=urgent)
-
-    def _wait(self, event: Event) -> None:
-        start = time.perf_counter()
-        event.wait()
-        self.counters.wait_ms += 1e3 * (time.perf_counter() - start)
 
     def _finish_oldest_write(self) -> None:
         write = self._writes[0]

@@ -51,7 +51,7 @@ class StridedLevel(ModelLevel):
         return {"strided_cache": bounded_bytes(sizes.target.layout(1), self.entries(sizes))}
 
     def cache(self, model, resources):
-        return StridedCache(resources.full, resources.shared.pool)
+        return StridedCache(resources.source, resources.shared.pool)
 
 
 if len(sys.argv) < 2:

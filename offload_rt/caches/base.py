@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
-from cpu_kv import KVLayout, KVPages
+from cpu_kv import Gatherer, KVLayout, KVPages, SequenceKV
+from offload_rt.attention.backends import AttentionBackend
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
@@ -75,6 +77,46 @@ class CachedModel(Protocol):
 
     def kv_layout(self) -> KVLayout:
         """Returns the layout of the KV of these layers."""
+
+
+class CacheSource(Protocol):
+    """What a derived cache reads: the layers of the full cache, or those of them that one device attends."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Their numbers in the store, rising."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of their KV."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that attends them."""
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """The attention of that device."""
+
+    @property
+    def local(self) -> LocalState:
+        """The layers that do not attend to the whole sequence."""
+
+    @property
+    def sequence(self) -> SequenceKV:
+        """The sequence in the store, with all layers."""
+
+    @property
+    def transfer(self) -> Gatherer:
+        """Brings KV of the layers from the store to the device."""
+
+    @property
+    def verified_length(self) -> int:
+        """Number of committed tokens."""
+
+    @property
+    def scale(self) -> float:
+        """The model's softmax scale."""
 
 
 @dataclass(frozen=True)

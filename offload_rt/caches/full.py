@@ -67,6 +67,7 @@ class FullCache:
         self.local = local or NO_LOCAL_STATE
         self.sequence = transfer.sequence
         self.layout = layout = transfer.sequence.layout
+        self.layers = transfer.layers
         self.backend = backend
         self.derived: list[DerivedCache] = []
         self.speculative = SpeculativeTokens()

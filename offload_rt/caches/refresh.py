@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpu_kv import KVPages, PendingCopy, TransferEngine
+from cpu_kv import Gatherer, KVPages, PendingCopy
 from cpu_kv.mapped import computed_copy
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.caches.selection import NO_MORE
@@ -80,7 +80,7 @@ class RetrievalRefresh:
     Chunks are chosen layer by layer in another thread, ahead of the pass. No method waits for the device.
 
     Args:
-        transfer: over the store and its link.
+        transfer: over the store and its link; its layers are counted from 0 here, as in `buffer`.
         chunk: tokens per chunk.
         layout: how the entries lie in `buffer`.
         choose: returns the chunks of a layer; called in `executor`.
@@ -92,7 +92,7 @@ class RetrievalRefresh:
 
     def __init__(
         self,
-        transfer: TransferEngine,
+        transfer: Gatherer,
         chunk: int,
         layout: EntryLayout,
         choose: Callable[[int], ChosenChunks],
@@ -107,7 +107,7 @@ class RetrievalRefresh:
         self._staging = staging
         self._transfer = transfer
         self._chunk = chunk
-        self._layers = range(transfer.sequence.layout.layers)
+        self._layers = range(len(transfer.layers))
 
         def chosen(layer: int) -> tuple[list[int], ChosenChunks]:
             chunks = choose(layer)
@@ -178,9 +178,9 @@ class RetrievalRefresh:
         """Takes every entry from the store now. Raises CopyFailed."""
         sequence, link, length = self._transfer.sequence, self._transfer.link, self.layout.length
         with closing(self):
-            for layer in self._layers:
-                mapped = None if link.in_place else sequence.device_views(layer, 0, length, link.device)
-                runs = sequence.views(layer, 0, length) if mapped is None else mapped
+            for layer, stored in enumerate(self._transfer.layers):
+                mapped = None if link.in_place else sequence.device_views(stored, 0, length, link.device)
+                runs = sequence.views(stored, 0, length) if mapped is None else mapped
                 self.take(layer, 0, runs, over_link=mapped is None and not link.in_place)
             self.finish()
 

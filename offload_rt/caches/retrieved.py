@@ -14,10 +14,9 @@ from torch import Tensor
 
 from cpu_kv import ChunkMeans, KVPages
 from offload_rt.attention.sums import AttentionSum
-from offload_rt.caches.base import VerifiedTokens
+from offload_rt.caches.base import CacheSource, VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool, HeldChunks, KVBuffer
-from offload_rt.caches.full import FullCache
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.refresh import ChosenChunks, EntryLayout, RetrievalRefresh
 from offload_rt.caches.selection import (
@@ -111,7 +110,7 @@ class RetrievedCache(BoundedCache):
 
     def __init__(
         self,
-        source: FullCache,
+        source: CacheSource,
         *,
         budget: int,
         chunk: int,
@@ -170,7 +169,7 @@ class RetrievedCache(BoundedCache):
         source = self._source
         source.transfer.flush()
         end = source.verified_length // self._layout.page_size * self._layout.page_size
-        self.selection.reset(queries, source.sequence, end, source.scale)
+        self.selection.reset(queries, source, end)
         self.fill(queries)
         if self._spare is not None:
             # So that a refresh while decoding sends only new means.
@@ -249,7 +248,7 @@ class RetrievedCache(BoundedCache):
             buffer.add_means(transfer.fetch(shape, partial(self._put_means, means, pages)))
 
     def _put_means(self, means: ChunkMeans, pages: slice, out: Tensor) -> None:
-        torch.stack([means.means(layer)[:, :, pages] for layer in range(self._layout.layers)], out=out)
+        torch.stack([means.means(layer)[:, :, pages] for layer in self._source.layers], out=out)
 
     def _start_refresh(self, length: int, queries: Tensor, buffer: KVBuffer) -> RetrievalRefresh:
         """Starts choosing the entries of a sequence of `length` tokens for a buffer, and sends its means."""

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cpu_kv import ChunkMeans, KVLayout, SequenceKV
+from cpu_kv import KVLayout
 from offload_rt.attention.backends import choose_backend, fold
 from offload_rt.attention.sums import AttentionSum
+from offload_rt.caches.base import CacheSource
 from offload_rt.caches.sizes import layers_at_a_time
 from offload_rt.system.device_copies import PendingRead
 
@@ -52,9 +53,9 @@ class Selection(ABC):
         """Adds the attention mass of a pass over one layer."""
 
     def reset(  # noqa: B027
-        self, queries: Tensor, sequence: SequenceKV, end: int, scale: float
+        self, queries: Tensor, source: CacheSource, end: int
     ) -> None:
-        """Starts over with a sequence whose first `end` tokens, whole pages, are in the store.
+        """Starts over with the sequence of a source; its first `end` tokens, whole pages, are in the store.
 
         Args:
             queries: of its last tokens, `[layers, heads, tokens, head_dim]`.
@@ -73,13 +74,14 @@ class MeanKeyScores(Selection):
     """The newest queries' attention to the mean key of each chunk (TriForce, section 4.1).
 
     Args:
-        summaries: mean keys of the chunks, kept by the store.
+        source: its store keeps the mean keys.
     """
 
-    def __init__(self, layout: KVLayout, summaries: ChunkMeans | None) -> None:
-        if summaries is None:
+    def __init__(self, source: CacheSource) -> None:
+        if source.sequence.summaries is None:
             raise ValueError("this sequence keeps no chunk summaries")
-        self._kv_heads, self._summaries = layout.kv_heads, summaries
+        self._kv_heads, self._layers = source.layout.kv_heads, source.layers
+        self._summaries = source.sequence.summaries
 
     def scores(self, queries: Tensor, scale: float) -> Scores:
         pending = PendingRead(queries[:, :, -LAST_QUERIES:].contiguous())
@@ -87,7 +89,7 @@ class MeanKeyScores(Selection):
         def scores(layer: int) -> Tensor:
             # On the host, where the mean keys are: sending them would cost a share of the link.
             newest = fold(pending.wait()[layer], self._kv_heads)
-            return chunk_scores(newest, self._summaries.means(layer)[0], scale)
+            return chunk_scores(newest, self._summaries.means(self._layers[layer])[0], scale)
 
         return scores
 
@@ -121,14 +123,14 @@ class AttentionScores(Selection):
     def add(self, layer: int, total: AttentionSum) -> None:
         total.add_mass_to(self.values[layer], self._decay)
 
-    def reset(self, queries: Tensor, sequence: SequenceKV, end: int, scale: float) -> None:
+    def reset(self, queries: Tensor, source: CacheSource, end: int) -> None:
         self.values.zero_()
         newest = queries[:, :, -LAST_QUERIES:].cpu()
         backend = choose_backend(newest.device)  # where the store is
-        for layer in range(self._layout.layers if end else 0):
-            total = AttentionSum(backend, newest[layer], self._layout.kv_heads, scale, self.mass_chunk)
+        for layer, stored in enumerate(source.layers if end else ()):
+            total = AttentionSum(backend, newest[layer], self._layout.kv_heads, source.scale, self.mass_chunk)
             total.track_mass(0, end)
-            for segment in sequence.views(layer, 0, end):
+            for segment in source.sequence.views(stored, 0, end):
                 total.attend_tracked(segment)
             scores = torch.zeros(self.values.shape[1], end // self.mass_chunk)
             total.add_mass_to(scores, 1.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from offload_rt.attention.sums import AttentionSum, Softmax
+from offload_rt.caches.base import CacheSource
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
-from offload_rt.caches.full import FullCache
 from offload_rt.caches.remote import CpuAttention
 from offload_rt.caches.sizes import SHARED_PORTION
 
@@ -25,7 +25,7 @@ class SharedCache(BoundedCache):
     recordable = False
     PORTION = SHARED_PORTION
 
-    def __init__(self, source: FullCache, pool: BufferPool | None = None) -> None:
+    def __init__(self, source: CacheSource, pool: BufferPool | None = None) -> None:
         entries = source.layout.page_size + self.PORTION
         super().__init__(
             source.layout, source.device, entries, source.backend, pool, local=source.local.derived()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from cpu_kv import ChunkMeans, KVLayout, KVPages, SequenceKV, TransferEngine
-from offload_rt.attention.backends import AttentionBackend, choose_backend
+from cpu_kv import KVLayout, LayerGatherer
+from offload_rt.attention.backends import choose_backend
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import CachedModel, DerivedCache, VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache
@@ -161,21 +159,19 @@ class ModelLayers:
 
 
 class SourceLayers:
-    """Some layers of a full cache, as a cache that is derived from it and lies on `device` sees it.
-
-    Attributes:
-        transfer: gathers from the store over the link of that device.
-    """
+    """Some layers of a full cache, as a `CacheSource` of caches on the first device or on the second one."""
 
     def __init__(self, full: FullCache, layers: Sequence[int], second: SecondDevice | None) -> None:
         self._full = full
+        self.layers = layers
         self.layout = replace(full.layout, layers=len(layers))
-        self.sequence: Any = _SequenceLayers(full.sequence, layers)
+        self.sequence = full.sequence
         self.device = full.device if second is None else second.device
-        self.backend: AttentionBackend = full.backend if second is None else choose_backend(second.device)
+        self.backend = full.backend if second is None else choose_backend(second.device)
         self.local = NO_LOCAL_STATE
-        link = full.transfer.link if second is None else second.link
-        self.transfer = _GatheringEngine(full.transfer, self.sequence, link)
+        self.transfer = LayerGatherer(
+            full.transfer, full.transfer.link if second is None else second.link, layers
+        )
 
     @property
     def verified_length(self) -> int:
@@ -185,55 +181,3 @@ class SourceLayers:
     def scale(self) -> float:
         scale: float = self._full.scale
         return scale
-
-
-class _GatheringEngine(TransferEngine):
-    """Reads some layers from the store, to which another `TransferEngine` writes."""
-
-    def __init__(self, writer: TransferEngine, sequence: Any, link: Any) -> None:
-        self._writer = writer
-        # It streams nothing, so that its ring may be small.
-        super().__init__(sequence, link, segment_tokens=sequence.layout.page_size, ring_buffers=2)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-
-class _SequenceLayers:
-    """The KV of some layers of a sequence in the store."""
-
-    def __init__(self, sequence: SequenceKV, layers: Sequence[int]) -> None:
-        self._sequence, self._layers = sequence, layers
-        self.layout = replace(sequence.layout, layers=len(layers))
-
-    @property
-    def length(self) -> int:
-        return self._sequence.length
-
-    @property
-    def summaries(self) -> _MeansOfLayers | None:
-        return self._means(self._sequence.summaries)
-
-    @property
-    def page_means(self) -> _MeansOfLayers | None:
-        return self._means(self._sequence.page_means)
-
-    def _means(self, means: ChunkMeans | None) -> _MeansOfLayers | None:
-        return None if means is None else _MeansOfLayers(means, self._layers)
-
-    def views(self, layer: int, start: int = 0, end: int | None = None) -> list[KVPages]:
-        return self._sequence.views(self._layers[layer], start, end)
-
-    def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KVPages] | None:
-        return self._sequence.device_views(self._layers[layer], start, end, device)
-
-
-@dataclass(frozen=True)
-class _MeansOfLayers:
-    """The means of chunks of some layers."""
-
-    whole: ChunkMeans
-    layers: Sequence[int]
-
-    def means(self, layer: int) -> Tensor:
-        return self.whole.means(self.layers[layer])

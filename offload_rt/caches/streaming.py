@@ -7,9 +7,9 @@ from torch import Tensor
 
 from cpu_kv import KVLayout
 from offload_rt.attention.backends import AttentionBackend
+from offload_rt.caches.base import CacheSource
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.buffers import BufferPool
-from offload_rt.caches.full import FullCache
 from offload_rt.caches.local import LocalState
 
 
@@ -34,7 +34,7 @@ class StreamingCache(BoundedCache):
         sinks: int,
         window: int,
         backend: AttentionBackend,
-        source: FullCache | None = None,
+        source: CacheSource | None = None,
         pool: BufferPool | None = None,
         local: LocalState | None = None,
     ) -> None:

@@ -32,9 +32,9 @@ from cpu_kv import (
     PagedKVStore,
     TransferEngine,
 )
+from cpu_kv.gathering import PendingCopy, TransferCounters
 from cpu_kv.link import FutureEvent, Pairs, pair_bytes
 from cpu_kv.streams import device_streams
-from cpu_kv.transfer import PendingCopy, TransferCounters
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, dtype=torch.float32, page_size=4)
 

@@ -419,7 +419,7 @@ def retrieved_cache(
 ) -> RetrievedCache:
     """Of so many entries, chunks of so many tokens, and so many recent ones."""
     budget, chunk, recent = sizes
-    selection: Selection = MeanKeyScores(source.layout, source.sequence.summaries)
+    selection: Selection = MeanKeyScores(source)
     if decay is not None:
         selection = AttentionScores(source.layout, source.device, chunk, decay, pages=200)
     return RetrievedCache(

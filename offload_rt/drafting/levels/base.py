@@ -20,6 +20,7 @@ from offload_rt.model.shape import ModelShape
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from offload_rt.caches.base import CacheSource
     from offload_rt.caches.bounded import BoundedCache
     from offload_rt.caches.full import FullCache
     from offload_rt.caches.split import SplitCache
@@ -133,6 +134,7 @@ class Resources:
         full: the target's full cache, to which derived caches are added.
         pages: pages of the full cache that the sequence may grow to.
         shared: what it shares with other sequences.
+        part: the layers of the full cache that a cache is built for; None: all.
         caches: the bounded caches of its levels, which these add.
     """
 
@@ -142,7 +144,13 @@ class Resources:
     sampling: Sampling
     pages: int
     shared: SharedResources
+    part: CacheSource | None = None
     caches: list[BoundedCache | SplitCache] = field(default_factory=list)
+
+    @property
+    def source(self) -> CacheSource:
+        """What a cache of the target reads."""
+        return self.full if self.part is None else self.part
 
 
 class Level(ABC):

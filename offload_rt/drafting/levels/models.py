@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from offload_rt.caches.sizes import (
     SPECULATIVE_ENTRIES,
@@ -201,9 +201,9 @@ class ModelLevel(Level):
             def part(layers: Sequence[int], device: SecondDevice | None) -> BoundedCache:
                 given = resources
                 if self.of_target:
-                    full: Any = SourceLayers(resources.full, layers, device)
-                    closing.callback(full.transfer.close)
-                    given = replace(resources, full=full)
+                    source = SourceLayers(resources.full, layers, device)
+                    closing.callback(source.transfer.close)
+                    given = replace(resources, part=source)
                 return level.cache(ModelLayers.of(model, layers, device), given)
 
             here = part(home, None)
@@ -244,16 +244,16 @@ class WindowLevel(ModelLevel):
         from offload_rt.caches.local import LocalState
         from offload_rt.caches.streaming import StreamingCache
 
-        kept, full, device = self.config.streaming, resources.full, model.rotary_frequencies.device
+        kept, source, device = self.config.streaming, resources.source, model.rotary_frequencies.device
         return StreamingCache(
             model.kv_layout(),
             model.rotary_frequencies,
             sinks=kept.sinks,
             window=kept.window,
-            backend=full.backend if device == full.device else choose_backend(device),
-            source=full if self.of_target else None,
+            backend=source.backend if device == source.device else choose_backend(device),
+            source=source if self.of_target else None,
             pool=resources.shared.pool,
-            local=None if self.of_target else LocalState(model.local_layers, full.backend),
+            local=None if self.of_target else LocalState(model.local_layers, source.backend),
         )
 
 
@@ -394,7 +394,7 @@ class RetrievedLevel(ModelLevel):
 
         retrieval, in_place = self.config.retrieval, resources.full.transfer.link.in_place
         return RetrievedCache(
-            resources.full,
+            resources.source,
             budget=retrieval.budget,
             chunk=retrieval.chunk,
             recent=retrieval.recent,
@@ -409,13 +409,13 @@ class RetrievedLevel(ModelLevel):
     def _selection(self, resources: Resources) -> Selection:
         from offload_rt.caches.selection import DECAY, AttentionScores, MeanKeyScores
 
-        retrieval, full = self.config.retrieval, resources.full
+        retrieval, source = self.config.retrieval, resources.source
         if retrieval.select == "mean_keys":
-            return MeanKeyScores(full.layout, full.sequence.summaries)
+            return MeanKeyScores(source)
         decay = DECAY if retrieval.select == "attention" else 1.0
         # Where passes of the full cache take the attention mass.
         device = resources.target.device
-        return AttentionScores(full.layout, device, retrieval.chunk, decay, resources.pages)
+        return AttentionScores(source.layout, device, retrieval.chunk, decay, resources.pages)
 
     def check_page(self, page: int) -> None:
         name, chunk = self.config.name, self.config.retrieval.chunk
@@ -448,4 +448,4 @@ class SharedLevel(ModelLevel):
     def cache(self, model: CachedModel, resources: Resources) -> BoundedCache:
         from offload_rt.caches.shared import SharedCache
 
-        return SharedCache(resources.full, resources.shared.pool)
+        return SharedCache(resources.source, resources.shared.pool)
