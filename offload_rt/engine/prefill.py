@@ -67,7 +67,7 @@ def prefill(
                 progress(before + token_layers, layers * end)
 
         hidden = _read(model, cache, tokens[start:stop], chunk, report, outputs)
-    return hidden if outputs else None
+    return hidden
 
 
 def _read(
@@ -77,7 +77,7 @@ def _read(
     chunk: int,
     report: Callable[[int], None],
     outputs: bool,
-) -> Tensor:
+) -> Tensor | None:
     """Reads tokens behind those of a cache, layer by layer; for arguments and result see `prefill`."""
     count, first = len(tokens), cache.verified_length
     hidden = model.embed(torch.tensor(tokens, device=model.device))
@@ -98,7 +98,7 @@ def _read(
     except BaseException:
         writer.give_up()
         raise
-    return hidden
+    return hidden if outputs else None
 
 
 class PromptAttention:
