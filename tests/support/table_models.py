@@ -48,7 +48,7 @@ class TokenCache:
     """
 
     sinks, window = 1, 2
-    local = NO_LOCAL_STATE
+    local, mass_chunk = NO_LOCAL_STATE, None
 
     def __init__(self, view: str) -> None:
         self.view = view
