@@ -157,7 +157,7 @@ def test_drafts_go_on_where_memory_for_a_refresh_is_short(
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
         transfer(refill, *given)
 
-    monkeypatch.setattr(RetrievalRefresh, "_transfer", short)
+    monkeypatch.setattr(RetrievalRefresh, "_move", short)
     overrides = engine_overrides(ahead=2, refresh_from=refresh_from)
     overrides |= {"retrieval.refresh": "stride:4", "retrieval.bits": bits}
     with (
