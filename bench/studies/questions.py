@@ -115,7 +115,7 @@ def sizes_on_disk(study: Continued) -> Iterator[Row]:
     """Bytes of KV per token on disk, as saved and compressed.
 
     Compressed by zstd as it is, and with the bytes of all values split by their place, which brings signs and
-    exponents together. `bits` are those of a value. PassCosts are of one thread, GB/s of what is compressed.
+    exponents together. `bits` are those of a value. Rates are of one thread, GB/s of what is compressed.
     """
     length = min(study.sizes.context, 16384)
     with _opened(study) as llm, llm.read(study.tokens[:length]):

@@ -20,7 +20,7 @@ from offload_rt.attention.backends import choose_backend
 from offload_rt.caches.sizes import EVERYTHING_STREAMED
 from offload_rt.config.schema import Config
 from offload_rt.drafting.levels.configs import load_config
-from offload_rt.drafting.shared import SharedResources
+from offload_rt.drafting.resources import SharedResources
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError

@@ -30,8 +30,9 @@ from offload_rt.model.quantized_checkpoints import installed_quantization, refus
 from offload_rt.model.rope import Yarn
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.local_plans import choose_draft
-from offload_rt.planning.planner import Plan, longest, ranked, requests_for
+from offload_rt.planning.planner import Plan, ranked, requests_for
 
+SHORTEST_CONTEXT = 1024  # tokens: weights are spread over GPUs for no shorter one
 Sizes = tuple[int, int]
 """Prompt tokens and new ones."""
 
@@ -89,7 +90,7 @@ def open_models(
     place, *others = devices = choose_devices(device)
     source, name = model_source(model), model_name(model)
     wanted = choose_dtype(dtype, place, model_config(source).dtype)
-    if name == DEMO and draft is None:
+    if draft is None and (model is None or str(model) == DEMO):
         draft = DEMO_DRAFT
     if str(draft) == NO_DRAFT or not needs_draft_model(configs):
         draft = None
@@ -142,10 +143,18 @@ def _plan(
     """
     place, *others = devices
     hardware = usable_hardware(place, on_progress=on_progress, other_gpus=[(one, 0) for one in others])
-    if size_hint is None:
-        return longest(requests_for(configs, target, draft, (target.max_positions - 1, 1), hardware))
-    planned = ranked(requests_for(configs, target, draft, size_hint, hardware))[0]
-    planned.check()
+
+    def planned_for(sizes: Sizes) -> Plan:
+        return ranked(requests_for(configs, target, draft, sizes, hardware))[0]
+
+    if size_hint is not None:
+        planned = planned_for(size_hint)
+        planned.check()
+        return planned
+    # Halved, and not the longest that fits: there only the leanest composition does, whatever is chosen.
+    tokens = target.max_positions - 1
+    while not (planned := planned_for((tokens, 1))).fits and tokens > SHORTEST_CONTEXT:
+        tokens //= 2
     return planned
 
 

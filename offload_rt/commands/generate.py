@@ -18,12 +18,12 @@ from offload_rt.commands.options import (
     distribution,
 )
 from offload_rt.commands.running import (
-    _tell_model_sampling,
     decoded_plainly,
     ended_early,
     machine_errors_in_a_line,
     ms_per_token,
     open_llm,
+    tell_model_sampling,
     tokens_verdict,
     write_text,
 )
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompt = prompts.tokens(text, arguments, console)
     sizes = len(prompt), params.max_tokens
     with machine_errors_in_a_line(), open_llm(arguments, console, sizes) as llm:
-        _tell_model_sampling(llm, arguments, console)
+        tell_model_sampling(llm, arguments, console)
         # A Ctrl-C during the prefill leaves nothing to report, so it is not caught here.
         context = kept.open(llm, prompt, params.max_tokens)
         events = context.stream(params=params)

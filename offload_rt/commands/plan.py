@@ -208,7 +208,7 @@ def _draft(
     draft = arguments.draft or (DEMO_DRAFT if arguments.model == DEMO else NO_DRAFT)
     if draft != AUTO:
         return None if draft == NO_DRAFT else find_shape(draft, target.dtype), None
-    from offload_rt.model.embedded import model_source  # with torch, which takes a second
+    from offload_rt.model.embedded import model_source
     from offload_rt.model.loading import load_tokenizer  # with torch, which takes a second
     from offload_rt.model.local_models import local_drafts
     from offload_rt.planning.local_plans import choose_draft

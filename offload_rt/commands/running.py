@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from offload_rt.text.thoughts import Splitter
 
 
-def _tell_model_sampling(llm: LLM, arguments: argparse.Namespace, console: Console) -> None:
+def tell_model_sampling(llm: LLM, arguments: argparse.Namespace, console: Console) -> None:
     """Says what sampling the model suggests, where the user gave no flag and so decodes greedily."""
     suggested = llm.model_sampling
     if suggested is None or given_distribution(arguments):

@@ -15,7 +15,7 @@ from offload_rt.config.schema import Config
 from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import Heads
 from offload_rt.drafting.levels.base import levels_of, possible
-from offload_rt.drafting.shared import SharedResources
+from offload_rt.drafting.resources import SharedResources
 from offload_rt.engine.batching import BatchRunner, PassThread
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.prefix import KVPrefix
@@ -121,12 +121,16 @@ class Engine:
             self._shared,
             usable,
             triton=no_triton is None,
-            on_progress=lambda *progress: self.on_progress and self.on_progress(*progress),
+            on_progress=self._report,
             on_notice=on_notice,
         )
         self._sequences: list[TokenSequence] = []
         self.lock = threading.RLock()
         self._closed = False
+
+    def _report(self, phase: str, done: int, of: int) -> None:
+        if self.on_progress is not None:
+            self.on_progress(phase, done, of)
 
     def _check_triton(self, page: int) -> str | None:
         """Returns why Triton kernels do not run on the models' KV, if they do not."""

@@ -20,7 +20,7 @@ from offload_rt.config.schema import Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.levels.base import Resources, kept_means, levels_of
 from offload_rt.drafting.levels.compose import compose
-from offload_rt.drafting.shared import SharedResources
+from offload_rt.drafting.resources import SharedResources
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.batching import run_alone
 from offload_rt.engine.controller import RoundTimes, SpeculationController

@@ -328,9 +328,8 @@ def _size(request: PlanRequest) -> str | None:
     """Returns the smaller size that makes a request fit at its context; None where none does."""
     if request.given_resident:
         page = request.config.store.page
-        resident = (
-            MemoryBudget(request).capacities[0] // page * page
-        )  # a capacity for all of the context is no whole pages
+        # A capacity for all of the context is no whole pages.
+        resident = MemoryBudget(request).capacities[0] // page * page
         fewer = request.having("offload.resident_tokens", resident)
         if resident < request.given_resident and _fits(fewer):
             return f"--set offload.resident_tokens={resident}"

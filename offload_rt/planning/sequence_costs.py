@@ -30,17 +30,17 @@ class SequenceCosts:
 
     def pass_ms(self, length: int, shape: DraftShape) -> float:
         """Time in ms to verify a draft of `shape` behind `length` tokens."""
-        return self._price(length, shape)[0]
+        return self._costs(length, shape)[0]
 
     def draft_ms(self, length: int, shape: DraftShape) -> float:
         """Time in ms to make such a draft."""
-        return self._price(length, shape)[1]
+        return self._costs(length, shape)[1]
 
     def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> Sequence[float]:
         """Times in ms at which such drafts for several outcomes of a pass are complete."""
-        return self._price(length, shape)[2].ahead_ms(shape, outcomes)
+        return self._costs(length, shape)[2].ahead_ms(shape, outcomes)
 
-    def _price(self, length: int, shape: DraftShape) -> tuple[float, float, CostModel]:
+    def _costs(self, length: int, shape: DraftShape) -> tuple[float, float, CostModel]:
         step = round(math.log(max(1, length), LENGTH_STEP))
         key = step, shape.kind, shape.depth, shape.widths, shape.nodes
         if key not in self._found:

@@ -11,7 +11,7 @@ from cpu_kv import ElementType
 from offload_rt.caches.sizes import EVERYTHING_STREAMED, GpuTier, Tiers
 from offload_rt.config.schema import Config
 from offload_rt.drafting.levels.base import kept_means
-from offload_rt.drafting.shared import SharedResources
+from offload_rt.drafting.resources import SharedResources
 from offload_rt.errors import UsageError
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.config_shapes import shape_of
@@ -137,10 +137,8 @@ class SequencePlanner:
         # Links of no known rate share evenly.
         others = len(self._shared.other_links)
         pages = max(0, request.context - resident - cpu) // page // (1 + others)
-        return SequencePlan.of(
-            request,
-            Tiers(resident, cpu, (GpuTier(0, pages * page),) * others, MemoryBudget(request).resident.packed),
-        )
+        packed = MemoryBudget(request).resident.packed
+        return SequencePlan.of(request, Tiers(resident, cpu, (GpuTier(0, pages * page),) * others, packed))
 
     def placed(self, prompt: int, new_tokens: int, tiers: Tiers) -> SequencePlan:
         """Returns the plan of a sequence whose KV is placed as the caller says, by the first config."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from offload_rt.caches.split import SplitCache
     from offload_rt.drafting.base import Drafter
     from offload_rt.drafting.head_drafter import Heads
-    from offload_rt.drafting.shared import SharedResources
+    from offload_rt.drafting.resources import SharedResources
     from offload_rt.drafting.verifier import Sampling
     from offload_rt.model.runner import CausalModel
 
@@ -323,7 +323,7 @@ def needs_draft_model(configs: Iterable[Config]) -> bool:
 def possible(configs: Sequence[Config], draft_model: bool, paged: bool = True) -> list[Config]:
     """Returns the configs that can run: without a draft model, those that need none.
 
-    A single config is always kept: what it lacks is told, or refused, by `planning.placement.available`.
+    A single config is always kept: what it lacks is told, or refused, by `planning.request.available`.
 
     Args:
         paged: the target has KV that its levels could read a part of.
