@@ -148,14 +148,14 @@ def test_drafts_go_on_where_memory_for_a_refresh_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Refreshes fail at any of their transfers, the one after the prompt, too, and drafts are still read."""
-    transfer, calls, refused = RetrievalRefresh._transfer, [0], list[int]()
+    move, calls, refused = RetrievalRefresh._move, [0], list[int]()
 
     def short(refill: RetrievalRefresh, *given: Any) -> None:
         calls[0] += 1
         if calls[0] % 7 == 1:
             refused.append(refill.layout.length)
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
-        transfer(refill, *given)
+        move(refill, *given)
 
     monkeypatch.setattr(RetrievalRefresh, "_move", short)
     overrides = engine_overrides(ahead=2, refresh_from=refresh_from)
