@@ -6,7 +6,10 @@ own, two of them would soon share one, and a copy would wait for an unrelated gr
 
 from __future__ import annotations
 
+import gc
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +54,46 @@ def device_streams(device: torch.device) -> DeviceStreams:
         return _streams[device]
 
 
+# A wait for a whole device invalidates a capture on it, whichever threads the two are in. Reentrant, as the
+# garbage collector may call `finish_devices` within one of these functions.
+_capture_lock = threading.RLock()
+
+
+@contextmanager
+def capture_section() -> Iterator[None]:
+    """Within it a CUDA graph may be captured: the functions below wait in other threads until it ends.
+
+    Nothing is garbage-collected meanwhile: the collector would run finalizers in the thread that captures,
+    and some wait for the device.
+    """
+    with _capture_lock:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+
+
+def finish_device(device: torch.device) -> None:
+    """Blocks the host until a device has finished all enqueued work."""
+    with _capture_lock:
+        torch.cuda.synchronize(device)
+
+
 def finish_devices() -> None:
     """Blocks the host until every device with such streams has finished all enqueued work."""
     with _lock:
         devices = list(_streams)
     for device in devices:
-        torch.cuda.synchronize(device)
+        finish_device(device)
+
+
+def release_cached_memory() -> None:
+    """Returns to CUDA the memory that torch caches on every device, once their work has finished."""
+    with _capture_lock:
+        torch.cuda.empty_cache()
 
 
 def follower(stream: torch.cuda.Stream, device: torch.device) -> torch.cuda.Stream:

@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from cpu_kv import Link, TransferCounters, TransferEngine
+from cpu_kv.streams import release_cached_memory
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.local import LocalState
@@ -195,7 +196,7 @@ class TokenSequence:
             prefill(self.target, self.full, missing, self.plan.config.prefill.chunk, progress)
             if self.target.device.type == "cuda":
                 # What the prefill needed must not stay cached for its stream: others need it from here on.
-                torch.cuda.empty_cache()
+                release_cached_memory()
         self.full.load_resident()
 
     def snapshot(self, lock: threading.RLock) -> KVPrefix:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cpu_kv.streams import release_cached_memory
 from offload_rt.errors import UsageError, first_line
 from offload_rt.kernels.native import SOURCES
 from offload_rt.machine import inventory
@@ -69,7 +70,7 @@ def inspect(refresh: bool = False, on_progress: OnProgress | None = None) -> Rep
                 measured = {"measured_at": datetime.now(UTC).isoformat(timespec="seconds")}
                 measured |= {"load_average": load_average, "hardware": hardware, "links": links}
                 notices = _save(file_name, measured)
-        torch.cuda.empty_cache()
+        release_cached_memory()
         host, gpus = inventory.read_host(), inventory.read_gpus()  # measuring loads libraries, which stay
     hardware = measured["hardware"]
     memory = {"memory_bytes": host.available_bytes, "lockable_bytes": inventory.lockable_memory(host)}

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cpu_kv import PlainPages, SlabAllocator
+from cpu_kv.streams import finish_device
 from offload_rt.attention.backends import choose_backend, cpu_share_backend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.new_tokens import NewTokens
@@ -238,7 +239,7 @@ class PinnedCopies:
     def close(self) -> None:
         """Idempotent."""
         with suppress(RuntimeError):  # a GPU that has failed has said so before
-            torch.cuda.synchronize(self.on_device.device)
+            finish_device(self.on_device.device)
         self._slabs.close()
 
     def copy(self) -> None:

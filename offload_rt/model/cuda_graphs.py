@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpu_kv.mapped import computed_copy
-from cpu_kv.streams import device_streams
+from cpu_kv.streams import capture_section, device_streams
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.bounded import (
     CACHE_INPUTS,
@@ -71,12 +71,13 @@ class CudaCapture:
             with torch.cuda.stream(self._stream):
                 for _ in range(self.WARM_UP):
                     step()
-                # In this thread alone, as another one may be running a pass over the full cache.
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                try:
-                    out = step()
-                finally:
-                    self._end(graph)
+                with capture_section():
+                    # In this thread alone, as another one may be running a pass over the full cache.
+                    graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                    try:
+                        out = step()
+                    finally:
+                        self._end(graph)
         finally:
             current.wait_stream(self._stream)  # the warm-up has written to the memory of the next pass
         assert out is not None

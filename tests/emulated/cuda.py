@@ -681,6 +681,7 @@ def _free_memory(device: object = None) -> tuple[int, int]:
 
 def _empty_cache() -> None:
     for device in GPUS.devices:
+        GPUS.refuse_beside_captures(device.number, "cached memory is freed")
         device.allocator.empty_cache()
 
 

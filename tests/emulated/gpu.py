@@ -200,13 +200,15 @@ class Graph:
         if current_stream() is default_stream():
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         _thread.graph = self
-        GPUS.open_pools.add((current_device(), pool))
         self._pool = current_device(), pool
+        GPUS.open_pools.add(self._pool)
+        GPUS.captures[self] = current_device()
 
     def capture_end(self) -> None:
         if _thread.graph is not self:
             raise RuntimeError("capture_end() called before capture_begin().")
         _thread.graph = None
+        del GPUS.captures[self]
         if not self.valid:  # torch raises here, and leaves the memory pool open
             raise RuntimeError(
                 "CUDA error: operation failed due to a previous error during capture\nCUDA kernel errors"
@@ -260,6 +262,7 @@ class Gpus:
         bytes_per_second: of each copy engine.
         copies: those made under the schedule `engine`, in order.
         open_pools: memory pools that captures allocate to; of a failed one until it is ended.
+        captures: captures under way in any thread, and the device of each.
     """
 
     def __init__(self) -> None:
@@ -275,6 +278,7 @@ class Gpus:
         self.reused: set[int] = set()
         self.begins: dict[int, tuple[Stream, int]] = {}
         self.open_pools: set[object] = set()
+        self.captures: dict[Graph, int] = {}
         self.counters = Counters()
         self.now = 0.0
         self.bytes_per_second = 25e9
@@ -291,10 +295,18 @@ class Gpus:
                         one.compute(self.random.randint(one.done, one.submitted))
 
     def synchronize(self, device: object = None) -> None:
-        refuse_in_capture("the device is waited for")
+        self.refuse_beside_captures(index_of(device), "the device is waited for")
         for stream in self._in_order():
             if stream.device.index == index_of(device):
                 stream.compute(stream.submitted)
+
+    def refuse_beside_captures(self, device: int, what: str) -> None:
+        """Raises RuntimeError, and invalidates the captures, if a stream of the device captures."""
+        captures = [graph for graph, captured in list(self.captures.items()) if captured == device]
+        for graph in captures:
+            graph.valid = False
+        if captures:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
 
     def _in_order(self) -> list[Stream]:
         """Their streams, the default ones first: the same in every run."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,8 @@ from support.small_engine import CUDA, SIZES
 from support.tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
 from torch import Tensor
 
-from cpu_kv import PacedLink
+from cpu_kv import PacedLink, SlabAllocator
+from cpu_kv.streams import device_streams, finish_devices, release_cached_memory
 from offload_rt import LLM, SamplingParams
 from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, choose_backend
 from offload_rt.caches.bounded import MAX_RECORDED_SPECULATION, BoundedCache, fixed_shape_attention
@@ -387,6 +389,56 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_memory_pool_as_they_were
     made.fill_(5)
     replay()
     assert one.tolist() == [6.0] * 8 and other.tolist() == [7.0] * 8
+
+
+@pytest.mark.gpu
+def test_forgotten_memory_does_not_end_a_capture() -> None:
+    """Page-locked memory that is garbage is unlocked after the capture, for it waits for the whole device."""
+    device = torch.device("cuda")
+    made, thresholds, unlocked = torch.ones(8, device=device), gc.get_threshold(), list[bool]()
+    device_streams(device)
+
+    def forget() -> None:
+        slabs = SlabAllocator(True, pytest.fail)
+        slabs.allocate((4096,), torch.float32).result()
+        weakref.finalize(slabs, lambda: unlocked.append(torch.cuda.is_current_stream_capturing()))
+        cycle: list[object] = [slabs]
+        cycle.append(cycle)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.cuda.is_current_stream_capturing():
+            forget()
+            gc.set_threshold(1, 1, 1)
+            assert [[number] for number in range(1000)] and not unlocked
+        return made + 1, made + 2
+
+    try:
+        replay, (one, _) = CudaCapture(device)(step)
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert unlocked == [False]
+    made.fill_(5)
+    replay()
+    assert one.tolist() == [6.0] * 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", [finish_devices, release_cached_memory])
+def test_other_threads_wait_for_the_device_after_a_capture(waits: Callable[[], None]) -> None:
+    device = torch.device("cuda")
+    made, other = torch.ones(8, device=device), threading.Thread(target=waits)
+    device_streams(device)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.cuda.is_current_stream_capturing():
+            other.start()
+            other.join(0.1)
+            assert other.is_alive()
+        return made + 1, made + 2
+
+    CudaCapture(device)(step)
+    other.join()
 
 
 @pytest.mark.gpu
