@@ -90,7 +90,7 @@ class RecordedText:
         settings = self._engine.available(config)
         for sequence, prompt in zip(self.sequences, self._prompt, strict=True):
             self._engine.rewind(sequence, len(prompt))
-            self._engine.begin(sequence, sequence.adapted(settings), self._continuation(new_tokens))
+            self._engine.begin(sequence, sequence.plan.adapted(settings), self._continuation(new_tokens))
         return sum(sequence.read_ms for sequence in self.sequences)
 
     def run(

@@ -125,7 +125,7 @@ class PlainPages(KVPages):
         return cls(keys[None], values[None])
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return self.keys.shape[0]  # torch's own `len` is ten times slower
 
     def __getitem__(self, pages: slice) -> Self:
         return type(self)(self.keys[pages], self.values[pages])

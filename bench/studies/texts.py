@@ -69,7 +69,7 @@ def recompose(sequence: TokenSequence, config: Config) -> None:
     """Fills the small caches of `config` from the full cache as it is."""
     room = sequence.full.sequence.reserved_tokens - len(sequence.tokens)
     sampling = Sampling(Sampler(), GeneratorDraws(0, sequence.full.device))
-    sequence.begin(sequence.adapted(config), Continuation(sampling, max(1, room)))
+    sequence.begin(sequence.plan.adapted(config), Continuation(sampling, max(1, room)))
 
 
 def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool = False) -> PassOutput:

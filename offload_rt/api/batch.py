@@ -9,7 +9,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from offload_rt.api.context import Context, Host, Prompt, TokenStream
+from offload_rt.api.context import Context, TokenStream
+from offload_rt.api.frontend import Frontend, Prompt
 from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.output import OutputProcessor, finish
@@ -23,7 +24,7 @@ from offload_rt.text.tokenize import common_beginning
 
 
 def generate_batch(
-    llm: Host,
+    llm: Frontend,
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
     changes: Mapping[str, Any],
@@ -68,7 +69,7 @@ def generate_batch(
 
 
 def continue_batch(
-    llm: Host,
+    llm: Frontend,
     contexts: Sequence[Context],
     prompts: Sequence[Prompt] | None,
     params: SamplingParams | Sequence[SamplingParams],
@@ -80,7 +81,7 @@ def continue_batch(
         raise UsageError(f"{len(contexts)} contexts but {len(prompts)} prompts: give one for each")
     if len({id(context) for context in contexts}) < len(contexts):
         raise UsageError("a context is in the batch twice: give a fork of it")
-    if any(context.host is not llm for context in contexts):
+    if any(context.llm is not llm for context in contexts):
         raise UsageError("a context of the batch belongs to another LLM: pass contexts of this LLM")
     with llm.engine.lock, ExitStack() as closing:
         streams = list[TokenStream]()

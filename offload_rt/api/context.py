@@ -5,59 +5,29 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from offload_rt.config.schema import Config
+from offload_rt.api.frontend import GREEDY, Frontend, Prompt
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.output import OutputProcessor, step
 from offload_rt.engine.prefix import KVPrefix
 from offload_rt.engine.prefix_file import SavedContext, save_prefix
 from offload_rt.engine.results import GenerationResult, TokenEvent
-from offload_rt.engine.sequence import Continuation, TokenSequence
+from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
-from offload_rt.model.fingerprint import Fingerprint
-from offload_rt.model.runner import CausalModel
 from offload_rt.planning.request import check_positions
 from offload_rt.planning.sequence_planner import SequencePlan
 from offload_rt.sampling.params import SamplingParams, integer
 from offload_rt.system import clock
-from offload_rt.text.chat import ChatTemplate, Messages, checked_messages, is_messages, with_question
+from offload_rt.text.chat import checked_messages, is_messages, with_question
 from offload_rt.text.chat_forms import Message
 from offload_rt.text.thoughts import ThoughtSplitter
 from offload_rt.text.tokenize import common_beginning
 
-GREEDY = SamplingParams()
 ROOM = 2048
 """New tokens that a context is planned for where nothing else is said."""
-Prompt = str | Sequence[int] | Messages
-
-
-class Host(Protocol):
-    """The interface of an `LLM` that a context uses."""
-
-    engine: Engine
-
-    @property
-    def chat_template(self) -> ChatTemplate: ...
-
-    def prompt_ids(
-        self, prompt: Prompt, *, behind: bool = False, date: datetime | None = None
-    ) -> list[int]: ...
-
-    def checked_params(self, params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams: ...
-
-    def chat_params(self, params: SamplingParams | None, changes: Mapping[str, Any]) -> SamplingParams: ...
-
-    def continuation(self, params: SamplingParams, prompt: Sequence[int]) -> Continuation: ...
-
-    def output(self, sequence: TokenSequence, params: SamplingParams, start: int) -> OutputProcessor: ...
-
-    def composition(self, config: str | None, overrides: Mapping[str, object]) -> Config | None: ...
-
-    def fingerprint(self, target: CausalModel) -> Fingerprint: ...
 
 
 class Context:
@@ -68,7 +38,7 @@ class Context:
     `LLM`.
 
     Attributes:
-        host: the `LLM` that it belongs to.
+        llm: the `LLM` that it belongs to.
         closed: its KV was given back.
         messages: the chat messages that it was read from, and those of the chat since then; None: it was
             read from a text or token IDs. `ask` goes by them: setting them to earlier ones takes questions
@@ -77,9 +47,9 @@ class Context:
             goes on writing this one, so that what was read stays valid, also on another day.
     """
 
-    def __init__(self, host: Host, sequence: TokenSequence) -> None:
-        self.host = host
-        self._engine = host.engine
+    def __init__(self, llm: Frontend, sequence: TokenSequence) -> None:
+        self.llm = llm
+        self._engine = llm.engine
         self._sequence = sequence
         self._stream: TokenStream | None = None
         self.messages: list[Message] | None = None
@@ -87,15 +57,15 @@ class Context:
         self.closed = False
 
     @classmethod
-    def open(cls, host: Host, tokens: Sequence[int], room: int, prefix: KVPrefix | None = None) -> Context:
+    def open(cls, llm: Frontend, tokens: Sequence[int], room: int, prefix: KVPrefix | None = None) -> Context:
         """Reads tokens, but for those that `prefix` has; the engine's lock is held. See `LLM.read`."""
-        left = host.engine.target.max_length(len(tokens)) - len(tokens)
+        left = llm.engine.target.max_length(len(tokens)) - len(tokens)
         least = 0 if prefix is not None else 1  # one that is full may be rewound
-        return cls(host, host.engine.open(tokens, max(least, min(room, left)), prefix=prefix))
+        return cls(llm, llm.engine.open(tokens, max(least, min(room, left)), prefix=prefix))
 
     @classmethod
     def load(
-        cls, host: Host, saved: SavedContext, room: int, tokens: Sequence[int] | None = None
+        cls, llm: Frontend, saved: SavedContext, room: int, tokens: Sequence[int] | None = None
     ) -> tuple[Context, int]:
         """Opens a context with the KV of a saved one.
 
@@ -109,15 +79,15 @@ class Context:
         Raises:
             UsageError: the model or the memory does not fit, or the file is corrupt.
         """
-        engine, wanted = host.engine, host.prompt_ids(saved.tokens if tokens is None else tokens)
+        engine, wanted = llm.engine, llm.prompt_ids(saved.tokens if tokens is None else tokens)
         with engine.lock:
             room = max(0, min(room, engine.target.max_length(len(wanted)) - len(wanted)))
             engine.check_room([(len(wanted), room)])
             target = engine.target.for_length(len(wanted), room)
-            saved.check(host.fingerprint(target))
+            saved.check(llm.fingerprint(target))
             there = common_beginning(saved.tokens, wanted)
             with saved.load(engine, target, there, engine.on_progress) as prefix:
-                context = cls.open(host, wanted, room, prefix)
+                context = cls.open(llm, wanted, room, prefix)
         context.messages = saved.messages if tokens is None else None
         context.date = saved.date or context.date
         return context, there
@@ -146,7 +116,7 @@ class Context:
         Raises:
             UsageError: it does not fit, or the context is closed.
         """
-        tokens = self.host.prompt_ids(prompt, behind=True)
+        tokens = self.llm.prompt_ids(prompt, behind=True)
         with self._engine.lock:
             self._turn_to_use()
             self._engine.check_growth(self._sequence, len(tokens))
@@ -163,7 +133,7 @@ class Context:
         Raises:
             UsageError: the prompt does not fit, or the context is closed.
         """
-        wanted = self.host.prompt_ids(prompt, date=self.date)
+        wanted = self.llm.prompt_ids(prompt, date=self.date)
         with self._engine.lock:
             self._turn_to_use()
             kept = self._update(wanted, 0)
@@ -212,15 +182,15 @@ class Context:
         **changes: Any,
     ) -> TokenStream:
         """Like `generate`, token by token. Closing the stream stops it; the tokens that were taken stay."""
-        params = self.host.checked_params(params, changes)
-        settings = self.host.composition(config, overrides)
-        tokens = self.host.prompt_ids(prompt, behind=True) if len(prompt) else []
+        params = self.llm.checked_params(params, changes)
+        settings = self.llm.composition(config, overrides)
+        tokens = self.llm.prompt_ids(prompt, behind=True) if len(prompt) else []
         with self._engine.lock:
             self._turn_to_use()
             self._engine.check_growth(self._sequence, len(tokens) + params.max_tokens)
             sequence, start = self._sequence, len(self._sequence.tokens)
-            plan = sequence.plan if settings is None else sequence.adapted(settings)  # before it is appended
-            if tokens:
+            plan = sequence.plan if settings is None else sequence.plan.adapted(settings)
+            if tokens:  # read last: a config that is refused leaves the context as it was
                 self._engine.read(sequence, tokens)
             return self._begin(start, params, plan)
 
@@ -233,9 +203,9 @@ class Context:
     ) -> TokenStream:
         """Begins to continue the context, which had `start` tokens before what it is asked for."""
         params = params.seeded()
-        continuation = self.host.continuation(params, self._sequence.tokens)
+        continuation = self.llm.continuation(params, self._sequence.tokens)
         self._engine.begin(self._sequence, plan, continuation)
-        output = self.host.output(self._sequence, params, start)
+        output = self.llm.output(self._sequence, params, start)
         self._stream = TokenStream(self._engine, output, on_end)
         return self._stream
 
@@ -282,16 +252,16 @@ class Context:
 
         The messages follow when the stream has ended or is closed, unless no token was taken.
         """
-        params = self.host.chat_params(params, changes)
+        params = self.llm.chat_params(params, changes)
         with self._engine.lock:
             self._turn_to_use()  # an answer that is under way becomes a message
         if self.messages is None:
             remedy = 'read messages, llm.read([{"role": "user", "content": text}])'
             raise UsageError(f"this context was read from a text and cannot be asked: {remedy}")
         asked = with_question(self.messages, question)
-        template = self.host.chat_template.dated(self.date)
+        template = self.llm.chat_template.dated(self.date)
         thinking = template.thoughts(thinking, params.json_schema)
-        wanted = self.host.prompt_ids(template.encode(asked, thinking=thinking))
+        wanted = self.llm.prompt_ids(template.encode(asked, thinking=thinking))
         with self._engine.lock:
             self._turn_to_use()
             kept = self._update(wanted, params.max_tokens)
@@ -314,7 +284,7 @@ class Context:
         """
         room = integer("room", room)
         with self._engine.lock, self.snapshot() as prefix:
-            fork = Context.open(self.host, prefix.tokens, room, prefix)
+            fork = Context.open(self.llm, prefix.tokens, room, prefix)
             fork.messages, fork.date = copy.deepcopy(self.messages), self.date
             return fork
 
@@ -327,7 +297,7 @@ class Context:
             UsageError: it cannot be written, or the context is closed.
         """
         with self.snapshot() as prefix:  # other threads may use the engine while it is written
-            fingerprint = self.host.fingerprint(prefix.target)
+            fingerprint = self.llm.fingerprint(prefix.target)
             progress = self._engine.on_progress
             save_prefix(Path(path), prefix, fingerprint, self.messages, progress, date=self.date)
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -15,38 +12,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import Link
 from offload_rt.api.batch import continue_batch, generate_batch
-from offload_rt.api.context import GREEDY, ROOM, Context, Prompt, TokenStream
-from offload_rt.api.opening import Opened, check_files, name_of, open_models
-from offload_rt.config.schema import AUTO, Config
-from offload_rt.drafting.datastore import fingerprint as vocabulary_digest
+from offload_rt.api.context import ROOM, Context, TokenStream
+from offload_rt.api.frontend import GREEDY, Frontend, Notices, Prompt
+from offload_rt.api.opening import Opened, name_of, open_models
+from offload_rt.config.schema import AUTO
 from offload_rt.drafting.levels.base import needs_draft_model
-from offload_rt.drafting.levels.configs import load_config, load_configs
-from offload_rt.drafting.logits import Grammar
-from offload_rt.drafting.thought_grammar import thoughts_first
-from offload_rt.drafting.verifier import Sampling
+from offload_rt.drafting.levels.configs import load_configs
 from offload_rt.engine.engine import ProgressReport
-from offload_rt.engine.output import OutputProcessor
 from offload_rt.engine.prefix_file import SavedContext
 from offload_rt.engine.results import GenerationResult
-from offload_rt.engine.sequence import Continuation, TokenSequence
-from offload_rt.errors import UsageError
+from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.config_shapes import ignored_parts
-from offload_rt.model.fingerprint import Fingerprint
-from offload_rt.model.generation import GenerationDefaults
 from offload_rt.model.rope import Yarn
-from offload_rt.model.runner import CausalModel
-from offload_rt.model.weights_digest import fingerprint_of
 from offload_rt.planning.planner import Plan
-from offload_rt.sampling.params import SamplingParams, integer, is_batch, token_ids, with_changes
-from offload_rt.sampling.sampler import GeneratorDraws
+from offload_rt.sampling.params import SamplingParams, integer, is_batch
 from offload_rt.system import clock
-from offload_rt.text.chat import ChatTemplate, Messages, checked_messages, is_messages
-from offload_rt.text.json_grammar import JsonGrammars
-from offload_rt.text.thoughts import ThoughtMarks
-from offload_rt.text.tokenize import decode, encode
+from offload_rt.text.chat import Messages, checked_messages, is_messages
 
 
-class LLM:
+class LLM(Frontend):
     """A target model, perhaps a draft model, and a composition of them. Threads may share it.
 
     Args:
@@ -133,86 +117,13 @@ class LLM:
         link: Link | None = None,
     ) -> None:
         self.plan = opened.plan
-        self.tokenizer = opened.tokenizer
-        self._notices: list[str] = []
-        self._on_notice = on_notice
-        self.engine = opened.engine(link, on_progress, self._notice)
-        self._fingerprints: dict[CausalModel, Fingerprint] = {}
+        notices = Notices(on_notice)
+        engine = opened.engine(link, on_progress, notices.add)
         self._streams: list[tuple[weakref.ref[TokenStream], TokenSequence]] = []
-        notices = ignored_parts(opened.target[0].config), *opened.notices, *self._defaults.notices
-        for notice in notices:
+        for notice in (ignored_parts(opened.target[0].config), *opened.notices):
             if notice:
-                self._notice(notice)
-
-    def _notice(self, text: str) -> None:
-        self._notices.append(text)
-        if self._on_notice is not None:
-            self._on_notice(text)
-
-    @property
-    def model_sampling(self) -> SamplingParams | None:
-        """Sampling that the model's generation_config.json suggests; None: greedy decoding, or nothing."""
-        suggested = self._defaults.sampling
-        return None if suggested == GREEDY else suggested
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """End-of-text tokens of the model's generation config, its config and its tokenizer."""
-        return self._defaults.end_tokens
-
-    @property
-    def _defaults(self) -> GenerationDefaults:
-        """What the model's files say about generation."""
-        return GenerationDefaults(self.engine.target.module, self.tokenizer)
-
-    @cached_property
-    def chat_template(self) -> ChatTemplate:
-        """The chat template of the model's tokenizer. Raises UsageError where there is none."""
-        return ChatTemplate(self.tokenizer, self.engine.target.name, self._notice)
-
-    @cached_property
-    def _thoughts(self) -> ThoughtMarks:
-        """How the model marks its thoughts."""
-        return ThoughtMarks(self.tokenizer)
-
-    @cached_property
-    def _json_grammars(self) -> JsonGrammars:
-        """Grammars of JSON schemas over the model's tokens. Raises UsageError where there can be none."""
-        return JsonGrammars(self.tokenizer, self.engine.target.vocabulary)
-
-    def encode(self, text: str, last: int | None = None, *, special: bool = True) -> list[int]:
-        """Returns the token IDs of a text.
-
-        Args:
-            last: keep this many of the last tokens, and a beginning-of-text token in front of them.
-            special: add the special tokens that the tokenizer puts around a text.
-        """
-        if self.tokenizer is None:
-            name = self.engine.target.name
-            raise UsageError(f"model {name} has no tokenizer: give the prompt as token ids")
-        return encode(self.tokenizer, text, last, special=special)
-
-    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Returns the text of token IDs (also a tensor), without special tokens: what `encode` was given.
-
-        Args:
-            special: write special tokens as well.
-
-        Raises:
-            UsageError: a token is outside the vocabulary, or the model has no tokenizer.
-        """
-        if self.tokenizer is None:
-            name = self.engine.target.name
-            raise UsageError(f"model {name} has no tokenizer: its tokens have no text")
-        return decode(self.tokenizer, self._known(token_ids(tokens), "token"), special=special)
-
-    def _known(self, tokens: list[int], what: str) -> list[int]:
-        """Returns token IDs that are in the vocabulary. Raises UsageError, which begins with `what`."""
-        vocabulary = self.engine.target.vocabulary
-        outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
-        if outside is not None:
-            raise UsageError(f"{what} {outside} is outside the vocabulary of {vocabulary}")
-        return tokens
+                notices.add(notice)
+        super().__init__(engine, opened.tokenizer, notices)
 
     def read(self, prompt: Prompt, room: int = ROOM) -> Context:
         """Reads a text, token IDs or chat messages, once; the context that is returned owns their KV.
@@ -371,86 +282,6 @@ class LLM:
             elif stream.result is None:
                 held.append((one, sequence))
         self._streams = held
-
-    # The interface that a context uses (`context.Host`).
-
-    def prompt_ids(self, prompt: Prompt, *, behind: bool = False, date: datetime | None = None) -> list[int]:
-        """Returns the token IDs of a prompt, checked.
-
-        Args:
-            behind: the prompt is appended to others, so that no beginning-of-text token goes before it.
-            date: the one that a chat template writes; None: now.
-        """
-        if is_messages(prompt):
-            if behind:
-                raise UsageError(
-                    "chat messages cannot be appended: give all of them to Context.update, or ask"
-                )
-            tokens = self.chat_template.dated(date).encode(prompt)
-        else:
-            tokens = self.encode(prompt, special=not behind) if isinstance(prompt, str) else token_ids(prompt)
-        if not tokens or (isinstance(prompt, str) and not prompt):
-            raise UsageError("the prompt is empty: give it at least one token")
-        return self._known(tokens, "prompt token")
-
-    def checked_params(self, params: SamplingParams, changes: Mapping[str, Any] = {}) -> SamplingParams:
-        """Returns `params` with other values of some fields, checked for this model."""
-        params = with_changes(params, changes)
-        if params.stop and self.tokenizer is None:
-            name = self.engine.target.name
-            raise UsageError(f"model {name} has no tokenizer: stop strings cannot be used")
-        if params.json_schema is not None:
-            _ = self._json_grammars
-        return params
-
-    def chat_params(self, params: SamplingParams | None, changes: Mapping[str, Any]) -> SamplingParams:
-        """Like `checked_params`; None is the sampling that the model suggests, else greedy decoding."""
-        return self.checked_params((self.model_sampling or GREEDY) if params is None else params, changes)
-
-    def output(self, sequence: TokenSequence, params: SamplingParams, start: int = 0) -> OutputProcessor:
-        """Returns the output processor of a sequence, which turns rounds into events.
-
-        The model's own stop strings end a text like its end tokens, unless it must fit a schema.
-        """
-        if not params.ignore_eos and params.json_schema is None:
-            params = replace(params, stop=(*params.stop, *self._defaults.stop_strings))
-        return OutputProcessor(
-            self.engine, sequence, params, self.tokenizer, self._notices, start, self._thoughts
-        )
-
-    def continuation(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Continuation:
-        """Returns the settings of a continuation of a prompt; `params` must have a seed."""
-        self.checked_params(params)
-        assert params.seed is not None
-        draws = GeneratorDraws(params.seed, self.engine.target.device)
-        ends = frozenset() if params.ignore_eos else self.end_tokens
-        grammar: Grammar | None = None
-        if params.json_schema is not None:
-            grammar = self._json_grammars.grammar(str(params.json_schema), ends)
-            vocabulary = self.engine.target.vocabulary
-            grammar = thoughts_first(
-                self._thoughts, grammar, prompt, params.max_tokens // 2, ends, vocabulary
-            )
-        sampling = Sampling(params, draws, ends, grammar)
-        return Continuation(sampling, params.max_tokens)
-
-    def composition(self, config: str | None, overrides: Mapping[str, object] = {}) -> Config | None:
-        """Returns the config of that name or file; None, the LLM's own, where no name is given."""
-        if config is None:
-            if overrides:
-                raise UsageError(f"overrides {', '.join(overrides)}: name the config that they are for")
-            return None
-        given = load_config(config, overrides)
-        check_files([given], self.tokenizer, self.engine.target.vocabulary)
-        return self.engine.available(given)
-
-    def fingerprint(self, target: CausalModel) -> Fingerprint:
-        """Returns what a model must have in common with a runner of this one to go on from its KV."""
-        with self.engine.lock:
-            if target not in self._fingerprints:
-                digest = None if self.tokenizer is None else vocabulary_digest(self.tokenizer)
-                self._fingerprints[target] = fingerprint_of(target, digest)
-            return self._fingerprints[target]
 
     def close(self) -> None:
         """Gives memory back and leaves models as they were given. Idempotent."""

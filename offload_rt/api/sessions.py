@@ -7,7 +7,8 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from offload_rt.api.context import ROOM, Context, Host
+from offload_rt.api.context import ROOM, Context
+from offload_rt.api.frontend import Frontend
 from offload_rt.api.session_files import GONE, PREFIX, SUFFIX, SessionFiles, discard, touch
 from offload_rt.engine.context_files import CorruptContext, Messages
 from offload_rt.engine.prefix import KVPrefix
@@ -28,11 +29,11 @@ class SessionFolder(SessionFiles):
     def save(self, context: Context, name: str) -> None:
         """Saves a context as a session, in the place of one of that name; for errors see `Context.save`."""
         with context.snapshot() as prefix:
-            self._write(context.host, prefix, self.path(name), context.messages, context.date)
+            self._write(context.llm, prefix, self.path(name), context.messages, context.date)
 
     def _write(
         self,
-        llm: Host,
+        llm: Frontend,
         prefix: KVPrefix,
         path: Path,
         messages: Messages = None,
@@ -43,7 +44,7 @@ class SessionFolder(SessionFiles):
         ours, progress = llm.fingerprint(prefix.target), llm.engine.on_progress
         save_prefix(path, prefix, ours, messages, progress, date=date)
 
-    def load(self, llm: Host, name: str, room: int = ROOM) -> Context:
+    def load(self, llm: Frontend, name: str, room: int = ROOM) -> Context:
         """Loads a session as it was saved; for errors see `LLM.load`."""
         path = self.path(name)
         with llm.engine.lock, SavedContext(path) as saved:
@@ -51,7 +52,7 @@ class SessionFolder(SessionFiles):
         touch(path)
         return context
 
-    def longest(self, llm: Host, tokens: Sequence[int]) -> tuple[Path, int] | None:
+    def longest(self, llm: Frontend, tokens: Sequence[int]) -> tuple[Path, int] | None:
         """Finds the file with the longest common beginning with `tokens`, of those that the model can use.
 
         Returns:
@@ -69,7 +70,7 @@ class SessionFolder(SessionFiles):
                     found.append((path, saved.begins(tokens)))
         return sorted((one for one in found if one[1]), key=lambda one: -one[1])
 
-    def read(self, llm: Host, path: Path, target: CausalModel, tokens: int) -> KVPrefix | None:
+    def read(self, llm: Frontend, path: Path, target: CausalModel, tokens: int) -> KVPrefix | None:
         """Loads the first tokens of a file that `longest` found.
 
         Returns:
@@ -86,7 +87,7 @@ class SessionFolder(SessionFiles):
         return None
 
     def open(
-        self, llm: Host, tokens: Sequence[int], room: int, name: str | None = None, *, cache: bool = True
+        self, llm: Frontend, tokens: Sequence[int], room: int, name: str | None = None, *, cache: bool = True
     ) -> tuple[Context, int]:
         """Opens a context of these tokens; reads those that no file has.
 
@@ -124,9 +125,9 @@ class SessionFolder(SessionFiles):
     def keep(self, context: Context) -> Path | None:
         """Stores a context in the cache, if that is worth it; see `keep_prefix`."""
         with context.snapshot() as prefix:
-            return self.keep_prefix(context.host, prefix)
+            return self.keep_prefix(context.llm, prefix)
 
-    def keep_prefix(self, llm: Host, prefix: KVPrefix) -> Path | None:
+    def keep_prefix(self, llm: Frontend, prefix: KVPrefix) -> Path | None:
         """Stores a prefix in the cache, if that is worth it; cached prefixes that it extends are removed.
 
         Returns:
@@ -147,6 +148,6 @@ class SessionFolder(SessionFiles):
         return path
 
 
-def _fingerprint(llm: Host, tokens: Sequence[int]) -> Fingerprint:
+def _fingerprint(llm: Frontend, tokens: Sequence[int]) -> Fingerprint:
     """Returns the fingerprint of the model as it reads a sequence of these tokens."""
     return llm.fingerprint(llm.engine.target.for_length(len(tokens), 0))

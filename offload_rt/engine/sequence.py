@@ -17,7 +17,6 @@ from offload_rt.caches.local import LocalState
 from offload_rt.caches.remote import CpuAttention, GpuAttention, RemoteAttention
 from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.caches.split import SplitCache
-from offload_rt.config.schema import Config
 from offload_rt.drafting.base import Proposal, Round, TokenView
 from offload_rt.drafting.levels.base import Resources, kept_means, levels_of
 from offload_rt.drafting.levels.compose import compose
@@ -331,16 +330,6 @@ class TokenSequence:
         self.full.abandon()
         if self.transfer.link.in_place:
             self.transfer.flush()  # so that the store counts all tokens
-
-    def adapted(self, config: Config) -> SequencePlan:
-        """Returns the sequence's plan for another config.
-
-        Raises:
-            UsageError: it retrieves in chunks that do not divide the sequence's pages.
-        """
-        for level in levels_of(config):
-            level.check_page(self._kv.layout.page_size)
-        return self.plan.adapted(config)
 
     def close(self) -> None:
         """Gives the KV back. Idempotent."""

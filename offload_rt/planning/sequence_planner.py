@@ -10,6 +10,7 @@ from itertools import repeat
 from cpu_kv import ElementType
 from offload_rt.caches.sizes import EVERYTHING_STREAMED, GpuTier, Tiers
 from offload_rt.config.schema import Config
+from offload_rt.config.validation import InvalidValue
 from offload_rt.drafting.levels.base import kept_means
 from offload_rt.drafting.resources import SharedResources
 from offload_rt.errors import UsageError
@@ -58,22 +59,27 @@ class SequencePlan:
     def adapted(self, config: Config) -> SequencePlan:
         """Returns the plan for another config over the same KV.
 
-        What that config leaves open is as planned, for which there is room. Its keys for the prefill and the
-        store come too late.
+        What that config leaves open is as planned, for which there is room. Its keys for the store and the
+        tiers come too late.
+
+        Raises:
+            UsageError: it retrieves in chunks that do not divide the pages of the KV.
         """
         planned = self.config
         if config is planned:
             return self
+        tiers = {name: getattr(planned.offload, name) for name in ("resident_tokens", "cpu_tokens")}
+        try:
+            config = replace(config, store=planned.store, offload=replace(config.offload, **tiers))
+        except InvalidValue as error:
+            raise UsageError(f"config {config.name} does not suit what was read: {error}") from error
         for key, left_open in LEFT_OPEN.items():
             if config.value(key) == left_open:
                 config = config.having(key, planned.value(key))
         budget = planned.retrieval.budget
         if config.retrieval.budget == 0 and budget >= config.retrieval.always_held:
             config = config.having("retrieval.budget", budget)
-        request = replace(self.request, config=config)
-        if request.chooses_budget:
-            request = replace(request, config=replace(config, store=planned.store))
-        return SequencePlan.of(request, self.tiers)
+        return SequencePlan.of(replace(self.request, config=config), self.tiers)
 
     def costs(self, tokens: int) -> SequenceCosts:
         """Returns what rounds behind so many tokens and more are expected to take."""

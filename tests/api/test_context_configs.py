@@ -108,7 +108,7 @@ def test_where_another_config_is_refused_the_prompt_is_not_appended() -> None:
     params = SamplingParams(max_tokens=2)
     with LLM.from_models(tiny_target(), config="plain", overrides=SMALL) as llm:
         text = llm.read(byte_ids(100))
-        with pytest.raises(UsageError, match=r"retrieval\.chunk = 32 must divide"):
+        with pytest.raises(UsageError, match=r"retrieval\.chunk = 32: must divide store\.page = 16"):
             text.generate(byte_ids(3), params, "retrieval", SMALL | {"retrieval.chunk": 32, "store.page": 32})
         with pytest.raises(UsageError, match="has no tokenizer: stop strings"):
             text.generate(byte_ids(3), params, stop="end")

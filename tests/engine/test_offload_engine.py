@@ -321,7 +321,9 @@ def test_chunks_of_another_config_divide_the_pages_of_the_context(target: PreTra
         context = llm.read(PROMPT)
         tokens = again(context, SHORT).tokens
         sizes = {"retrieval.chunk": 32, "retrieval.budget": 64, "retrieval.recent": 16}
-        with pytest.raises(UsageError, match="retrieval.chunk = 32 must divide the store's page of 16"):
+        with pytest.raises(
+            UsageError, match="config retrieval .* retrieval.chunk = 32: must divide store.page = 16"
+        ):
             context.generate((), SHORT, "retrieval", sizes)
         assert again(context, SHORT).tokens == tokens
 

@@ -286,9 +286,6 @@ class Level(ABC):
     def load(self, target: CausalModel, heads: Heads) -> None:  # noqa: B027
         """Reads what it needs beside the models, before a prompt is read. Raises UsageError."""
 
-    def check_page(self, page: int) -> None:  # noqa: B027
-        """Raises UsageError where the level cannot draft for a sequence in pages of `page` tokens."""
-
 
 def local_memory(shape: ModelShape, queries: int) -> Memory:
     """Returns the bytes of what layers without paged KV keep of a sequence, on the device that computes.

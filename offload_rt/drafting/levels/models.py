@@ -417,14 +417,6 @@ class RetrievedLevel(ModelLevel):
         device = resources.target.device
         return AttentionScores(source.layout, device, retrieval.chunk, decay, resources.pages)
 
-    def check_page(self, page: int) -> None:
-        name, chunk = self.config.name, self.config.retrieval.chunk
-        if page % chunk:
-            raise UsageError(
-                f"config {name}: retrieval.chunk = {chunk} must divide the store's page of {page} tokens, by "
-                "which the sequence was read"
-            )
-
 
 class SharedLevel(ModelLevel):
     """The target over the full KV, usually with layers left out (Draft & Verify)."""
