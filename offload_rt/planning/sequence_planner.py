@@ -68,9 +68,12 @@ class SequencePlan:
         planned = self.config
         if config is planned:
             return self
+        chunk, _ = kept_means(config)
+        retrieval = config.retrieval if chunk else planned.retrieval
         tiers = {name: getattr(planned.offload, name) for name in ("resident_tokens", "cpu_tokens")}
+        offload = replace(config.offload, **tiers)
         try:
-            config = replace(config, store=planned.store, offload=replace(config.offload, **tiers))
+            config = replace(config, store=planned.store, retrieval=retrieval, offload=offload)
         except InvalidValue as error:
             raise UsageError(f"config {config.name} does not suit what was read: {error}") from error
         for key, left_open in LEFT_OPEN.items():
