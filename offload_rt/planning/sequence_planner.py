@@ -68,8 +68,8 @@ class SequencePlan:
         planned = self.config
         if config is planned:
             return self
-        chunk, _ = kept_means(config)
-        retrieval = config.retrieval if chunk else planned.retrieval
+        retrieves = replace(self.request, config=config).retrieves
+        retrieval = config.retrieval if retrieves else planned.retrieval
         tiers = {name: getattr(planned.offload, name) for name in ("resident_tokens", "cpu_tokens")}
         offload = replace(config.offload, **tiers)
         try:
