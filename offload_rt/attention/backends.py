@@ -22,12 +22,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cpu_kv import KVLayout, KVPages, PackedPages, head_major
+from cpu_kv import KVLayout, KVPages, PackedPages, PlainPages, head_major
 from offload_rt.attention.mass import Sample
 from offload_rt.kernels import operators
 from offload_rt.kernels.native import Kernel, load_kernel
 from offload_rt.kernels.quantized import QuantizedLayer
 from offload_rt.kernels.sizes import MASKED_PAGE, MOST_PACKED_QUERIES, PACKED_TILE
+from offload_rt.kernels.tail import TailView
 
 _HALVES = (torch.float16, torch.bfloat16)
 RESERVED_CORES = 3  # for the threads that run a pass, draft and choose chunks while the CPU attends
@@ -98,6 +99,21 @@ class AttentionBackend(ABC):
             total = self.combined(total, *self.parts(queries, some.keys, some.values, scale, mask))
         assert total is not None
         return total
+
+    def add_tail(
+        self,
+        total: Total | None,
+        queries: Tensor,
+        tail: PlainPages,
+        scale: float,
+        mask: Tensor | None,
+        view: TailView,
+    ) -> Total:
+        """Does `add` over a tail, one page, which the queries see by `mask` and, said otherwise, by `view`.
+
+        A backend whose results do not depend on the other queries goes by `view`.
+        """
+        return self.add(total, queries, tail, scale, mask)
 
     def combined(self, total: Total | None, outs: Tensor, lses: Tensor) -> Total:
         """Adds what `parts` returns to a sum."""
@@ -259,6 +275,19 @@ class NativeCpuBackend(TorchCpuBackend):
         if self._kernel.supports(queries, pages):
             return self._kernel.attend(queries, pages, scale, mask, self.threads, total)
         return super().add(total, queries, pages, scale, mask)
+
+    def add_tail(
+        self,
+        total: Total | None,
+        queries: Tensor,
+        tail: PlainPages,
+        scale: float,
+        mask: Tensor | None,
+        view: TailView,
+    ) -> Total:
+        if self._kernel.supports(queries, tail):
+            return self._kernel.attend_tail(queries, tail, scale, mask, view, self.threads, total)
+        return super().add_tail(total, queries, tail, scale, mask, view)
 
     def add_with_mass(
         self,

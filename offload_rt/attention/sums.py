@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpu_kv import KVPages
+from cpu_kv import KVPages, PlainPages
 from offload_rt.attention.backends import AttentionBackend, Total, fold, unfold
 from offload_rt.attention.mass import MassRange, Sample
 from offload_rt.kernels.quantized import QuantizedLayer
+from offload_rt.kernels.tail import TailView
 
 
 class Softmax(NamedTuple):
@@ -73,6 +74,10 @@ class AttentionSum:
             mask: from `folded_mask`; None: every key is seen.
         """
         self._total = self._backend.add(self._total, self._queries, pages, self._scale, mask)
+
+    def attend_tail(self, tail: PlainPages, mask: Tensor | None, view: TailView) -> None:
+        """Adds attention over a tail; see `AttentionBackend.add_tail`."""
+        self._total = self._backend.add_tail(self._total, self._queries, tail, self._scale, mask, view)
 
     def attend_quantized(self, layer: QuantizedLayer, count: Tensor | None = None) -> None:
         """Adds attention over the first `count` tokens of quantised keys and values; None: all of them."""

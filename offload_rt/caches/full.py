@@ -23,6 +23,7 @@ from offload_rt.caches.resident import ResidentTier
 from offload_rt.caches.rewind_points import RewindPoint, RewindPoints
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.caches.tiers import StreamedTier, Tail, TierRange
+from offload_rt.kernels.tail import TailView
 from offload_rt.system.device_copies import to_device
 
 
@@ -83,6 +84,7 @@ class FullCache:
         # Of the pass:
         self._new: NewTokens | None = None
         self._tail_attention: BufferAttention | None = None
+        self._tail_view = TailView(layout.page_size)
         self._ranges: list[TierRange] | None = None
         self._next_ranges: list[TierRange] | None = None  # of the next pass, which is open too
         self._queries: list[Tensor] = []  # layer by layer
@@ -114,6 +116,7 @@ class FullCache:
         self._ranges, self._next_ranges = self._next_ranges or self._open(), None
         self.tail.drop(max((one.stop for one in self._ranges), default=0))
         self._tail_attention = self.tail.attention(new, self.backend)
+        self._tail_view = self.tail.view(new)
         self._new = new
         self.local.begin(new, 0)
         self._queries = []
@@ -161,11 +164,17 @@ class FullCache:
         self._report_mass()
         self._show_remote_segments(layer)
         total = AttentionSum(self.backend, queries, len(keys), softmax.scale, self._mass_chunk)
-        total.attend(*self._tail_attention.put(layer, queries, keys, values))
+        tail = *self._tail_attention.put(layer, queries, keys, values), self._tail_view
+        # A GPU attends to the tail while it waits for the stream. On a CPU it comes last, as in the sequence.
+        tail_first = self.device.type == "cuda"
+        if tail_first:
+            total.attend_tail(*tail)
         if self._followers:
             self._on_segment(layer, self.tail.start, [self.tail.committed(layer)])
         for (tier, start, stop), one in zip(self._ranges, started, strict=True):
             tier.add_to(total, layer, start, stop, one, self._on_segment)
+        if not tail_first:
+            total.attend_tail(*tail)
         self._unreported = layer, total
         if not self._ranges[-1].tier.remote or layer == self.layout.layers - 1:
             self._report_mass()

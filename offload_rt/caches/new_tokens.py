@@ -63,6 +63,16 @@ class NewTokens:
         """The distance of each token from the verified sequence; 1 for the first one."""
         return [bits.bit_count() for bits in self.sees]
 
+    @property
+    def in_order(self) -> bool:
+        """Each token of the pass sees all before it."""
+        return all(bits == (1 << at + 1) - 1 for at, bits in enumerate(self.sees))
+
+    @property
+    def ancestors(self) -> list[list[int]]:
+        """The numbers that each token sees, itself included, in the order of the sequence."""
+        return [[at for at in range(bits.bit_length()) if bits >> at & 1] for bits in self.sees]
+
     def sees_all(self, behind: int) -> bool:
         """Returns whether a single token sees all `behind` speculative entries, so that no mask is needed."""
         return self.count == 1 and self.sees[0] == (1 << behind + 1) - 1

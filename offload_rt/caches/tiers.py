@@ -22,6 +22,7 @@ from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.bounded import BufferAttention
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.caches.new_tokens import NewTokens
+from offload_rt.kernels.tail import TailView
 from offload_rt.system.device_copies import to_device
 
 Results = list[Tensor]
@@ -152,6 +153,7 @@ class Tail:
     """The newest tokens of the sequence on the device, and behind them the pending ones of a pass."""
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        self._page, self.device = layout.page_size, device
         self._range = 0, 0  # position of the first token, and number of tokens: one assignment
         # Less than two pages wait for a stream to cover them, and the tokens of a pass follow.
         shape = (layout.layers, 2, layout.kv_heads, layout.page_size + 64, layout.head_dim)
@@ -177,6 +179,16 @@ class Tail:
         """Returns the attention of a pass over the tail, with room for its pending tokens."""
         self.buffer = self.buffer.with_capacity(self.tokens + new.count)
         return BufferAttention.behind(self.buffer, backend, new, self.tokens)
+
+    def view(self, new: NewTokens) -> TailView:
+        """Returns how the tokens of a pass see the tail."""
+        if self.device.type == "cuda" or new.in_order:
+            return TailView(self._page, self.tokens)
+        rows = [[self.tokens + row for row in ancestors] for ancestors in new.ancestors]
+        longest = max(map(len, rows))
+        paths = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32)
+        lengths = torch.tensor([self.tokens + len(row) for row in rows], dtype=torch.int32)
+        return TailView(self._page, self.tokens, paths, lengths)
 
     def committed(self, layer: int) -> PlainPages:
         """Returns a view of the committed tokens of a layer, as one page."""

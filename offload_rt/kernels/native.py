@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from cpu_kv import KVPages, PackedPages
+from cpu_kv import KVPages, PackedPages, PlainPages
 from cpu_kv.packed import PackedShape
 from offload_rt.kernels.building import StillBuilding, build, intact
 from offload_rt.system.digests import digest
@@ -28,6 +28,7 @@ from offload_rt.system.memory import cache_folder
 
 if TYPE_CHECKING:
     from offload_rt.kernels.quantized import QuantizedLayer
+    from offload_rt.kernels.tail import TailView
 
 SOURCE = Path(__file__).parent / "csrc" / "attention.cpp"
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
@@ -46,6 +47,12 @@ class _Pages(ctypes.Structure):
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
         return cls(tensor.data_ptr(), *tensor.stride()[:3], tensor.shape[2])
+
+    @classmethod
+    def cut(cls, page: Tensor, tokens: int) -> Self:
+        """Returns one page as pages of so many tokens, the last one perhaps shorter."""
+        _, head_stride, row_stride, _ = page.stride()
+        return cls(page.data_ptr(), tokens * row_stride, head_stride, row_stride, tokens)
 
 
 class _PackedShape(ctypes.Structure):
@@ -119,6 +126,15 @@ def _call_over(name: str, pages: type[ctypes.Structure]) -> type[ctypes.Structur
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
+class _PathCall(ctypes.Structure):
+    """What a tree sees, as `PathCall` of `attention.cpp`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("paths", "lengths")),
+        *((name, ctypes.c_int64) for name in ("count", "shared")),
+    ]
+
+
 _Call = _call_over("Call", _Pages)
 _PackedCall = _call_over("PackedCall", _PackedPages)
 _QuantizedCall = _call_over("QuantizedCall", _Quantized)
@@ -142,6 +158,12 @@ class Kernel:
         for dtype in (torch.float32, torch.bfloat16):
             name = f"attend_{str(dtype).removeprefix('torch.')}"
             self._entry[dtype] = self.function(name, _Call)
+        tree = ctypes.POINTER(_PathCall)
+        self.check_size(_PathCall)
+        self._attend_paths = {
+            dtype: self.function(f"attend_paths_{str(dtype).removeprefix('torch.')}", _Call, tree)
+            for dtype in self._entry
+        }
         self._quantized, self._quantize = (
             {
                 (dtype, bits): self.function(f"{does}_{str(dtype).removeprefix('torch.')}_{bits}", given)
@@ -227,7 +249,8 @@ class Kernel:
             period, step: which queries are sampled, see `attention.mass.Sample`.
 
         Returns:
-            `[heads, query, dim]` and `[heads, query]`, float32.
+            `[heads, query, dim]` in float32, and `[heads, query]` in float64: the same bits whatever other
+            queries there are, however many threads, and in whichever calls the pages come, in order.
         """
         masses = mass, reference, period, step
         sides: tuple[ctypes.Structure, ctypes.Structure]
@@ -238,6 +261,38 @@ class Kernel:
             sides = _Pages.of(pages.side(0)), _Pages.of(pages.side(1))
             entry, call = self._entry[queries.dtype], _Call
         return self._attend(entry, call, sides, pages.tokens, queries, scale, mask, threads, before, *masses)
+
+    def attend_tail(
+        self,
+        queries: Tensor,
+        tail: PlainPages,
+        scale: float,
+        mask: Tensor | None,
+        view: TailView,
+        threads: int | None = None,
+        before: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Does `attend` over a tail, one page, as if its tokens lay in pages of the store, in order.
+
+        A query's result is that of a pass in which it is the only one.
+
+        Args:
+            queries: `[heads, group * query, dim]`, those of one head of a group behind each other.
+            mask: of the queries; not used where `view` has paths.
+        """
+        sides = _Pages.cut(tail.keys, view.page), _Pages.cut(tail.values, view.page)
+        entry = self._entry[queries.dtype]
+        if view.paths is not None and view.lengths is not None:
+            tree = _PathCall(view.paths.data_ptr(), view.lengths.data_ptr(), len(view.paths), view.shared)
+            attend_paths, mask = self._attend_paths[queries.dtype], None
+
+            def entry(call: Any) -> None:
+                attend_paths(call, ctypes.byref(tree))
+
+            tokens = view.shared + view.paths.shape[1]
+        else:
+            tokens = tail.tokens
+        return self._attend(entry, _Call, sides, tokens, queries, scale, mask, threads, before)
 
     def _attend(
         self,
@@ -263,12 +318,14 @@ class Kernel:
         """
         heads, count, dim = queries.shape
         out = torch.empty(heads, count, dim, dtype=torch.float32)
-        lse = torch.empty(heads, count, dtype=torch.float32)
+        lse = torch.empty(heads, count, dtype=torch.float64)
         if out.numel() == 0:
             return out, lse
         if mask is not None:
             mask = mask.to(torch.float32)
-        given = (*(before or (None, None)), mask, mass, reference)
+        out_before, lse_before = before or (None, None)
+        sums = [None if one is None else one.double() for one in (lse_before, reference)]
+        given = (out_before, sums[0], mask, mass, sums[1])
         # Kept until the call has ended. The mass alone has gaps between its rows.
         parts = [None if one is None else one if one is mass else one.contiguous() for one in given]
         addresses = [None if one is None else one.data_ptr() for one in (out, lse, *parts)]

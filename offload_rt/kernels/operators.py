@@ -60,7 +60,7 @@ def combine(
     if out is None or lse is None:
         return summed, total
     share = torch.sigmoid(total - lse).nan_to_num(nan=0.0)[..., None]
-    return torch.lerp(out, summed, share), torch.logaddexp(lse, total)
+    return torch.lerp(out, summed, share.to(out.dtype)), torch.logaddexp(lse, total)
 
 
 def chunk_mass_(

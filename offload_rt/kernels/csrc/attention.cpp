@@ -6,6 +6,10 @@
 // (float32, any processor) and bf16_dots.h; this file has the softmax between them and splits the work among
 // threads.
 //
+// The result of a query is the same to the last bit whatever other queries the call has, in whichever calls the
+// pages come and however many threads there are. For that, every unit of tokens (a page, or UNIT tokens of it) is
+// attended by itself, and the units are added to the result one by one, in order.
+//
 // Calls share no state: several threads may call at the same time, each with a team of its own.
 
 #include <algorithm>
@@ -25,9 +29,14 @@
 #include "vectors.h"
 #include "widened.h"
 
-constexpr float LN2 = 0.6931471805599453f;
+constexpr double LN2 = 0.6931471805599453;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
-constexpr float MAX_EXPONENT = 80.0f;  // of a mass, as in attention/operators.py
+constexpr int64_t UNIT = 1024;  // tokens, at most
+constexpr int64_t LEAST_TILE = 16;  // queries that are worth a transposition of the keys
+constexpr double MAX_EXPONENT = 80.0;  // of a mass, as in attention/operators.py
+
+// The factor by which attention mass grows whose reference lies `distance` lower.
+static inline float mass_factor(double distance) { return float(std::exp(std::min(distance, MAX_EXPONENT))); }
 
 // Working memory of one thread for `rows` queries: scores and weights of a block of tokens, and the sums over
 // all blocks so far.
@@ -112,10 +121,13 @@ template <typename Side> struct Call {
     using T = typename Side::Entry;
     Pages<T> queries;
     Side keys, values;
-    float *out, *lse;
-    const float *before, *lse_before, *mask;
+    float* out;
+    double* lse;  // a float would round the weight of all units so far, at every unit
+    const float* before;
+    const double* lse_before;
+    const float* mask;
     float* mass;
-    const float* reference;
+    const double* reference;
     int64_t heads, count, tokens, dim, threads, mass_stride, chunk, period, step;
     float scale;
 
@@ -128,26 +140,26 @@ template <typename Side> struct Call {
         return mass + at * mass_stride + token / chunk;
     }
 
-    // Stores one row of the result, from the undivided sums over all tokens, their peak and denominator. Returns the
-    // factor by which the row's mass, relative to `peak`, has to be multiplied.
-    float store_row(int64_t at, const float* sums, float peak, float denominator) const {
-        const float found = (peak + std::log2(denominator)) * LN2;
-        // A query that sees no key has the output zero and the log-sum-exp -inf, and so adds nothing.
-        float share = denominator == 0.0f ? 0.0f : 1.0f / denominator, total = found;
-        if (before) {
-            const float top = std::max(found, lse_before[at]);
-            float left = 1.0f, added = 0.0f;
-            if (top != -INFINITE) {
-                left = std::exp(lse_before[at] - top), added = std::exp(found - top);
-                total = top + std::log(left + added);
-                const float whole = left + added;
-                left /= whole, added /= whole;
-            }
-            for (int d = 0; d < dim; ++d) out[at * dim + d] = left * before[at * dim + d] + added * share * sums[d];
-        } else
-            for (int d = 0; d < dim; ++d) out[at * dim + d] = share * sums[d];
-        lse[at] = total;
-        return share * std::exp(std::min(found - (reference ? reference[at] : total), MAX_EXPONENT));
+    // Begins the result of a query with what it is added to.
+    void begin_row(int64_t at) const {
+        lse[at] = before ? lse_before[at] : -INFINITE;
+        before ? (void)std::copy_n(before + at * dim, dim, out + at * dim) : (void)std::fill_n(out + at * dim, dim, 0.0f);
+    }
+
+    // Adds attention over a unit to the result of a query: `part`, and its log-sum-exp.
+    OWN_REGISTERS void add_unit(int64_t at, const float* part, double found) const {
+        if (found == -INFINITE) return;  // it sees no key there
+        float* total = out + at * dim;
+        if (lse[at] == -INFINITE) {
+            std::copy_n(part, dim, total);
+            lse[at] = found;
+            return;
+        }
+        const double top = std::max(found, lse[at]);
+        const double before_it = std::exp(lse[at] - top), of_it = std::exp(found - top), whole = before_it + of_it;
+        const float left = float(before_it / whole), added = float(of_it / whole);
+        lse[at] = top + std::log(whole);
+        for (int d = 0; d < dim; ++d) total[d] = left * total[d] + added * part[d];
     }
 
     // Multiplies the mass of a query on tokens first .. last.
@@ -155,37 +167,55 @@ template <typename Side> struct Call {
         if (float* from = chunk_mass_at(row, first))
             for (int64_t at = 0; at < (last - first) / chunk; ++at) from[at] *= factor;
     }
+
+    // Units are numbered through all pages.
+    int64_t unit_tokens() const { return std::min<int64_t>(keys.page_tokens, UNIT); }
+    int64_t units_per_page() const { return (keys.page_tokens + unit_tokens() - 1) / unit_tokens(); }
+    int64_t units() const { return unit_of(tokens - 1) + 1; }
+    int64_t unit_of(int64_t token) const {
+        return token / keys.page_tokens * units_per_page() + token % keys.page_tokens / unit_tokens();
+    }
+    int64_t start_of(int64_t unit) const {
+        return std::min(tokens, unit / units_per_page() * keys.page_tokens + unit % units_per_page() * unit_tokens());
+    }
 };
 
-// The unit of work of a thread: queries row .. row + count of heads head .. head + heads, over the tokens
-// first .. last.
+// Which tokens the queries of a tree see (`_PathCall`): [count][tokens - shared] rows, and [count] numbers of tokens.
+struct PathCall {
+    const int32_t *paths, *lengths;
+    int64_t count, shared;
+};
+
+// The work of a thread at a time: queries row .. row + count of heads head .. head + heads, over units first .. last.
 struct Task {
     int64_t head, heads, row, count, first, last;
+
+    // The number of the query, counted over all heads, that is row `r` of the task.
+    int64_t query(int64_t r, int64_t of_head) const { return (head + r / count) * of_head + row + r % count; }
 };
 
-// Leaves the undivided sums, the peak score and the denominator of each query, head by head, in `s`.
+// Attends unit by unit. Calls `add(unit, r, found)` for each row, whose attention over the unit is in `s.sums`.
 //
-// Goes page by page, and in a page head by head, so that memory is read in order. One head at a time (without
-// `AllHeads`) is compiled separately, as its loops are faster.
-template <bool AllHeads, typename Products, typename Side>
-static void attend_task(const Call<Side>& call, const Task& task, Scratch<Products>& s) {
+// In a unit it goes head by head, so that memory is read in order. One head at a time (without `AllHeads`) is
+// compiled separately, as its loops are faster.
+template <bool AllHeads, typename Products, typename Side, typename Add>
+static void attend_task(const Call<Side>& call, const Task& task, Scratch<Products>& s, const Add& add) {
     const int heads = AllHeads ? int(task.heads) : 1;
     const int rows = int(heads * task.count), count = int(task.count), dim = int(call.dim);
     for (int64_t h = 0; h < heads; ++h)
         s.products.set_queries(int(h) * count, call.queries.at(task.head + h, task.row), call.queries.row_stride,
                                count, call.scale);
-    std::fill_n(&s.sums[0], rows * dim, 0.0f);
-    std::fill_n(&s.peak[0], rows, -INFINITE);
-    std::fill_n(&s.denominator[0], rows * LANES, 0.0f);
-    const int64_t page = call.keys.page_tokens;
-    for (int64_t start = task.first, end; start < task.last; start = end) {
-        end = std::min(task.last, start - start % page + page);
+    for (int64_t unit = task.first; unit < task.last; ++unit) {
+        const int64_t start = call.start_of(unit), end = call.start_of(unit + 1);
+        std::fill_n(&s.sums[0], rows * dim, 0.0f);
+        std::fill_n(&s.peak[0], rows, -INFINITE);
+        std::fill_n(&s.denominator[0], rows * LANES, 0.0f);
         for (int64_t h = 0; h < heads; ++h)
             for (int64_t at = start, next; at < end; at = next) {
                 next = std::min(end, at + BLOCK);
                 const int block_tokens = int(next - at), base = AllHeads ? int(h) * count : 0;
-                // The block to prefetch: the next one; at the end of a page the next head's first one, and after
-                // the last head the first one of the next page.
+                // The block to prefetch: the next one; at the end of a unit the next head's first one, and after
+                // the last head the first one of the next unit.
                 const int64_t head = task.head + h, heads_left = heads - h - 1;
                 const int64_t then = next < end ? head : heads_left ? head + 1 : task.head;
                 const int64_t from = next < end || !heads_left ? next : start;
@@ -193,8 +223,8 @@ static void attend_task(const Call<Side>& call, const Task& task, Scratch<Produc
                 s.products.score(base, keys.data, call.keys.ahead(then, from), keys.stride, block_tokens, count, &s.scores[0]);
                 // Two loops, so that independent peaks overlap and no weight waits for its peak.
                 const auto mass = [&](int r) {
-                    return ChunkMass{call.chunk_mass_at(head * call.count + task.row + r, task.first), (at - task.first) / call.chunk,
-                                 call.chunk};
+                    return ChunkMass{call.chunk_mass_at(head * call.count + task.row + r, start), (at - start) / call.chunk,
+                                     call.chunk};
                 };
                 for (int r = 0; r < count; ++r)
                     raise_peak(s, r, base + r, block_tokens, dim,
@@ -204,65 +234,72 @@ static void attend_task(const Call<Side>& call, const Task& task, Scratch<Produc
                 s.products.sum(&s.weights[0], values.data, call.values.ahead(then, from), values.stride, block_tokens,
                                count, &s.sums[base * dim]);
             }
+        s.products.finish(&s.sums[0], rows);
+        for (int r = 0; r < rows; ++r) {
+            const int64_t at = task.query(r, call.count);
+            const float denominator = s.denominator_of(r);
+            const double found = (s.peak[r] + std::log2(double(denominator))) * LN2;
+            // A query that sees no key has the output zero and the log-sum-exp -inf, and so adds nothing.
+            const float share = denominator == 0.0f ? 0.0f : 1.0f / denominator;
+            for (int d = 0; d < dim; ++d) s.sums[r * dim + d] *= share;
+            if (call.mass)
+                call.scale_chunk_mass(at, start, end, share * (call.reference ? mass_factor(found - call.reference[at]) : 1.0f));
+            add(unit, r, found);
+        }
     }
-    s.products.finish(&s.sums[0], rows);
 }
 
 template <typename Products, typename Side> static void attend(const Call<Side>& call) {
-    const int64_t rows = call.heads * call.count, dim = call.dim, most = call.tokens / 1024;
+    const int64_t rows = call.heads * call.count, dim = call.dim, units = call.tokens ? call.units() : 0;
     // With few queries, all heads at once if that leaves every thread enough work.
-    const bool all_heads = rows <= QUERY_TILE && call.keys.page_tokens < call.tokens && most >= 4 * call.threads;
+    const bool all_heads = rows <= QUERY_TILE && units > 1 && call.tokens >= 4096 * call.threads;
     const int64_t heads = all_heads ? call.heads : 1, groups = call.heads / heads;
-    const int64_t tiles = (call.count + QUERY_TILE - 1) / QUERY_TILE;
-    // With few heads and queries, keys are split too, so that every thread has work.
-    int64_t wanted = std::max<int64_t>(1, (4 * call.threads + groups * tiles - 1) / (groups * tiles));
-    int64_t splits = std::clamp<int64_t>(most, 1, wanted);
-    int64_t step = std::max<int64_t>(1, ((call.tokens + splits - 1) / splits + BLOCK - 1) / BLOCK) * BLOCK;
-    splits = std::max<int64_t>(1, (call.tokens + step - 1) / step);
-    std::vector<float> sums(splits > 1 ? splits * rows * dim : 0);
-    std::vector<float> peaks(splits > 1 ? splits * rows : 0), denominators(peaks.size());
+    // With few heads and queries, fewer queries at a time and then tokens are split, so that every thread has work.
+    int64_t tile = QUERY_TILE, tiles;
+    const int64_t wanted = call.threads > 1 ? 4 * call.threads : 1;
+    do tiles = (call.count + tile - 1) / tile;
+    while (groups * tiles < wanted && tile > LEAST_TILE && (tile /= 2));
+    const int64_t most = std::clamp<int64_t>(call.tokens / 1024, 1, std::max<int64_t>(units, 1));
+    int64_t splits = std::clamp<int64_t>((wanted + groups * tiles - 1) / (groups * tiles), 1, most);
+    const int64_t step = std::max<int64_t>(1, (units + splits - 1) / splits);
+    splits = std::max<int64_t>(1, (units + step - 1) / step);
     const int64_t tasks = groups * tiles * splits;
+    // Of tokens that are split: attention over every unit, to be added in order.
+    std::vector<float> parts(splits > 1 ? units * rows * dim : 0);
+    std::vector<double> found(splits > 1 || (call.mass && !call.reference) ? units * rows : 0);
 
 #pragma omp parallel num_threads(int(call.threads)) if (tasks > 1)
     {
-        Scratch<Products> s(int(call.dim), int(std::min<int64_t>(heads * call.count, QUERY_TILE)));
+        Scratch<Products> s(int(dim), int(std::min<int64_t>(heads * call.count, all_heads ? QUERY_TILE : tile)));
 #pragma omp for schedule(dynamic, 1)
         for (int64_t number = 0; number < tasks; ++number) {
-            int64_t split = number % splits, row = number / splits % tiles * QUERY_TILE;
-            Task task{number / splits / tiles * heads, heads, row, std::min<int64_t>(QUERY_TILE, call.count - row),
-                      split * step, std::min(call.tokens, (split + 1) * step)};
-            all_heads ? attend_task<true>(call, task, s) : attend_task<false>(call, task, s);
-            for (int r = 0; r < task.heads * task.count; ++r) {
-                int64_t at = (task.head + r / task.count) * call.count + row + r % task.count;
-                int64_t part = split * rows + at;
-                if (splits > 1) {
-                    std::copy_n(&s.sums[r * dim], dim, &sums[part * dim]);
-                    peaks[part] = s.peak[r];
-                    denominators[part] = s.denominator_of(r);
-                } else {
-                    const float factor = call.store_row(at, &s.sums[r * dim], s.peak[r], s.denominator_of(r));
-                    call.scale_chunk_mass(at, 0, call.tokens, factor);
-                }
+            const int64_t split = number % splits, row = number / splits % tiles * tile;
+            const Task task{number / splits / tiles * heads, heads, row, std::min<int64_t>(tile, call.count - row),
+                            split * step, std::min(units, (split + 1) * step)};
+            if (splits == 1)
+                for (int64_t r = 0; r < task.heads * task.count; ++r) call.begin_row(task.query(r, call.count));
+            const auto add = [&](int64_t unit, int r, double of_unit) {
+                const int64_t at = task.query(r, call.count);
+                if (!found.empty()) found[at * units + unit] = of_unit;
+                if (splits > 1)
+                    std::copy_n(&s.sums[r * dim], dim, &parts[(at * units + unit) * dim]);
+                else
+                    call.add_unit(at, &s.sums[r * dim], of_unit);
+            };
+            all_heads ? attend_task<true>(call, task, s, add) : attend_task<false>(call, task, s, add);
+        }
+#pragma omp for schedule(static)
+        for (int64_t at = 0; at < (found.empty() ? 0 : rows); ++at) {
+            if (splits > 1) {
+                call.begin_row(at);
+                for (int64_t unit = 0; unit < units; ++unit)
+                    call.add_unit(at, &parts[(at * units + unit) * dim], found[at * units + unit]);
             }
+            if (call.mass && !call.reference)
+                for (int64_t unit = 0; unit < units; ++unit)
+                    call.scale_chunk_mass(at, call.start_of(unit), call.start_of(unit + 1),
+                                          mass_factor(found[at * units + unit] - call.lse[at]));
         }
-    }
-    if (splits == 1) return;
-#pragma omp parallel for num_threads(int(call.threads)) if (call.mass)
-    for (int64_t at = 0; at < rows; ++at) {
-        std::vector<float> total(dim);
-        float peak = -INFINITE, denominator = 0.0f;
-        for (int64_t split = 0; split < splits; ++split) peak = std::max(peak, peaks[split * rows + at]);
-        for (int64_t split = 0; split < splits; ++split) {
-            int64_t part = split * rows + at;
-            if (denominators[part] == 0.0f) continue;
-            float weight = std::exp2(peaks[part] - peak);
-            denominator += weight * denominators[part];
-            for (int64_t d = 0; d < dim; ++d) total[d] += weight * sums[part * dim + d];
-        }
-        const float factor = call.store_row(at, total.data(), peak, denominator);
-        for (int64_t split = 0; split < splits; ++split)
-            call.scale_chunk_mass(at, split * step, std::min(call.tokens, (split + 1) * step),
-                             std::exp2(peaks[split * rows + at] - peak) * factor);
     }
 }
 
@@ -273,11 +310,54 @@ template <typename Side> static void attend_bfloat16(const Call<Side>& call) {
     attend<WidenedProducts<BFloat16>>(call);
 }
 
+// Attends in the products of the entries' type.
+static void attend_entries(const Call<Path<float>>& call) { attend<WidenedProducts<float>>(call); }
+static void attend_entries(const Call<Path<BFloat16>>& call) { attend_bfloat16(call); }
+
+// Attends tokens of a tree, each over the `shared` first tokens of the call and a path behind them: token j of those
+// that query q sees is row paths[q][j - shared] of the pages. A query is called by itself, as if its tokens lay in order.
+template <typename T> static void attend_paths(const Call<Pages<T>>& call, const PathCall& tree) {
+    const int64_t group = call.count / tree.count, dim = call.dim, longest = call.tokens - tree.shared;
+#pragma omp parallel for num_threads(int(call.threads)) schedule(dynamic, 1)
+    for (int64_t q = 0; q < tree.count; ++q) {
+        std::vector<float> sums(call.heads * group * dim), sums_before(call.before ? sums.size() : 0);
+        std::vector<double> lse(call.heads * group), lse_before(call.before ? lse.size() : 0);
+        const auto each_row = [&](const auto& row) {
+            for (int64_t at = 0; at < call.heads * group; ++at) row(at, at / group * call.count + at % group * tree.count + q);
+        };
+        if (call.before)
+            each_row([&](int64_t own, int64_t at) {
+                std::copy_n(call.before + at * dim, dim, &sums_before[own * dim]);
+                lse_before[own] = call.lse_before[at];
+            });
+        Call<Path<T>> one{};
+        one.queries = call.queries;
+        one.queries.data += q * call.queries.row_stride, one.queries.row_stride *= tree.count;
+        one.queries.page_tokens = group;
+        const int32_t* path = tree.paths + q * longest;
+        one.keys = {call.keys, path, tree.shared, call.keys.page_tokens, dim};
+        one.values = {call.values, path, tree.shared, call.values.page_tokens, dim};
+        one.out = sums.data(), one.lse = lse.data();
+        if (call.before) one.before = sums_before.data(), one.lse_before = lse_before.data();
+        one.heads = call.heads, one.count = group, one.tokens = tree.lengths[q], one.dim = dim, one.threads = 1;
+        one.chunk = one.period = one.step = 1, one.scale = call.scale;
+        attend_entries(one);
+        each_row([&](int64_t own, int64_t at) {
+            std::copy_n(&sums[own * dim], dim, call.out + at * dim);
+            call.lse[at] = lse[own];
+        });
+    }
+}
+
 extern "C" {
 
 void offload_rt_attend_float32(const Call<Pages<float>>* call) { attend<WidenedProducts<float>>(*call); }
 
 void offload_rt_attend_bfloat16(const Call<Pages<BFloat16>>* call) { attend_bfloat16(*call); }
+
+void offload_rt_attend_paths_float32(const Call<Pages<float>>* call, const PathCall* tree) { attend_paths(*call, *tree); }
+
+void offload_rt_attend_paths_bfloat16(const Call<Pages<BFloat16>>* call, const PathCall* tree) { attend_paths(*call, *tree); }
 
 #define OFFLOAD_RT_QUANTIZED(BITS)                                                                                  \
     void offload_rt_attend_float32_##BITS(const Call<Quantized<float, BITS>>* call) {                               \
@@ -320,6 +400,7 @@ int64_t offload_rt_sizeof(const char* name) {
         {"Quantized", sizeof(Quantized<float, 8>)},
         {"Quantize", sizeof(Quantize<float, 8>)},
         {"Call", sizeof(Call<Pages<float>>)},
+        {"PathCall", sizeof(PathCall)},
         {"PackedCall", sizeof(Call<PackedPages>)},
         {"QuantizedCall", sizeof(Call<Quantized<float, 8>>)},
         {"Matrix", sizeof(Matrix<float>)},

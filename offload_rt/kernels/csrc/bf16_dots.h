@@ -40,8 +40,6 @@ class Bf16DotProducts {
     // to prefetch.
     void score(int base, const BFloat16* keys, const BFloat16* next, int64_t stride, int block_tokens, int count,
                float* scores) {
-        if (count <= DIRECT_ROWS)
-            return score_few(*this, base, keys, next, stride, block_tokens, count, dim_, scale_, scores);
         for (int group = 0; group < block_tokens; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
                 int lanes = std::clamp(block_tokens - group - g * LANES, 0, LANES);
@@ -56,7 +54,6 @@ class Bf16DotProducts {
     }
 
     static Row row(const BFloat16* p) { return reinterpret<Row>(_mm512_loadu_si512(p)); }
-    Row query(int r, int d) const { return reinterpret<Row>(_mm512_loadu_si512(&queries_[(r * dim_ + d) / 2])); }
     static Vec add_product(Vec sums, Row x, Row y) {
         return reinterpret<Vec>(_mm512_dpbf16_ps(reinterpret<__m512>(sums), x, y));
     }
@@ -88,6 +85,7 @@ class Bf16DotProducts {
   private:
     static constexpr int GROUPS = 4;  // of LANES keys each, transposed and scored together
     static constexpr int SUM_VECS = 4;
+    static constexpr int FEW = 4;  // queries for which values are interleaved in registers
 
     // Number of calls of score_rows or sum_rows for `count` queries: four rows each, then two and one.
     static int row_calls(int count) { return count / 4 + count % 4 / 2 + count % 2; }
@@ -140,7 +138,7 @@ class Bf16DotProducts {
     template <int W>
     void sum_columns(const BFloat16* weights, const BFloat16* values, int64_t stride, int block_tokens, int count,
                      float* sums, Prefetcher& prefetcher) {
-        if (count <= DIRECT_ROWS) {
+        if (count <= FEW) {
             if (count == 4) return sum_direct<4, W>(weights, values, stride, block_tokens, sums, prefetcher);
             int r = count >= 2 ? 2 : 0;
             if (r) sum_direct<2, W>(weights, values, stride, block_tokens, sums, prefetcher);

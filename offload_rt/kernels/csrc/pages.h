@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 // Consecutive rows of entries; the stride counts entries.
@@ -25,4 +26,21 @@ template <typename T> struct Pages {
 
     // What to prefetch while the block before is computed.
     const T* ahead(int64_t head, int64_t token) const { return at(head, token); }
+};
+
+// The tokens that one token of a tree sees: the first `shared` ones of some pages, and behind them those in rows `path`.
+template <typename T> struct Path {
+    using Entry = T;
+    Pages<T> pages;
+    const int32_t* path;
+    int64_t shared, page_tokens, dim;
+
+    Rows<T> block(int64_t head, int64_t token, int tokens, T* scratch) const {
+        if (token + tokens <= shared) return pages.block(head, token, tokens, scratch);
+        for (int64_t at = token; at < token + tokens; ++at)
+            std::copy_n(pages.at(head, at < shared ? at : path[at - shared]), dim, scratch + (at - token) * dim);
+        return {scratch, dim};
+    }
+
+    const T* ahead(int64_t head, int64_t token) const { return pages.at(head, token); }
 };

@@ -29,8 +29,6 @@ template <typename T> class WidenedProducts {
     // Computes scores [count][BLOCK] of queries base .. base + count with `block_tokens` keys; `next` are the keys
     // to prefetch.
     void score(int base, const T* keys, const T* next, int64_t stride, int block_tokens, int count, float* scores) {
-        if (count <= DIRECT_ROWS)
-            return score_few(*this, base, keys, next, stride, block_tokens, count, dim_, 1.0f, scores);
         for (int group = 0; group < block_tokens; group += GROUPS * LANES) {
             for (int g = 0; g < GROUPS; ++g) {
                 int lanes = std::clamp(block_tokens - group - g * LANES, 0, LANES);
@@ -52,7 +50,6 @@ template <typename T> class WidenedProducts {
     }
 
     static Row row(const T* p) { return load(p); }
-    Row query(int r, int d) const { return load(&queries_[r * dim_ + d]); }
     static Vec add_product(Vec sums, Row x, Row y) { return sums + x * y; }
 
     // Adds weights [count][BLOCK] of `block_tokens` tokens times values to sums [count][dim].

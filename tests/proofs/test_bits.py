@@ -1,0 +1,120 @@
+"""Not a bit of what the target computes of a text depends on drafts, trees, drafting ahead or threads.
+
+The log probabilities and the KV of every token are those of plain decoding, to the last bit, in float32 and
+in bfloat16: on a CPU, for models whose dense layers run in the native library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.small_engine import LINKS, PROMPT, engine_overrides
+from support.tiny_models import noisy_copy, tiny_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from offload_rt import LLM, Context, SamplingParams
+from offload_rt.kernels.native import load_kernel
+
+pytestmark = pytest.mark.skipif(load_kernel() is None, reason="needs the native library")
+
+LENGTH = 48
+MODELS = {
+    "float32": (torch.float32, {}),
+    "bfloat16": (torch.bfloat16, {}),
+    "dots": (torch.bfloat16, {"head_dim": 32}),
+}
+"""With head_dim 32, processors that have them use dot products of bfloat16 pairs."""
+LEVELS: dict[str, list[dict[str, object]]] = {
+    "retrieved": [{"model": "target", "cache": "retrieved"}],
+    "shared": [{"model": "target", "cache": "shared"}],
+    "draft": [{"model": "draft", "cache": "streaming"}],
+    "lookup": [{"model": "lookup", "cache": ""}],
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """What plain decoding writes behind a prompt."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    kv: Tensor
+
+
+@cache
+def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    dtype, settings = MODELS[name]
+    target = tiny_target("llama-gqa", **settings).to(dtype)
+    return target, noisy_copy(target)
+
+
+def open_llm(name: str, config: str, overrides: Mapping[str, object], link: str = "in place") -> LLM:
+    options: dict[str, Any] = {"overrides": engine_overrides() | overrides, "link": LINKS[link]()}
+    return LLM.from_models(*models(name), config=config, **options)
+
+
+def kv_of(context: Context, length: int) -> Tensor:
+    """The KV of the first tokens, `[layers, 2, kv_heads, length, head_dim]`."""
+    sequence = context._sequence
+    sequence.transfer.flush()
+    assert sequence.full.sequence.length >= length
+    layers = range(sequence.full.layout.layers)
+    pages = [sequence.full.sequence.views(layer, 0, length) for layer in layers]
+    sides = [
+        [torch.cat(side, dim=1) for side in zip(*(run.head_major() for run in runs), strict=True)]
+        for runs in pages
+    ]
+    return torch.stack([torch.stack(layer) for layer in sides])
+
+
+@cache
+def plainly(name: str, prompt: int) -> Text:
+    with open_llm(name, "plain", {}) as llm:
+        context = llm.read(PROMPT[:prompt])
+        result = context.generate((), SamplingParams(max_tokens=LENGTH, logprobs=0))
+        assert result.logprobs is not None
+        return Text(context.tokens, result.logprobs, kv_of(context, prompt + LENGTH - 1))
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(list(MODELS)),
+    levels=st.sampled_from(list(LEVELS)),
+    shape=st.sampled_from(["chain", "tree:2,2", "sequences:3", "grown:12"]),
+    depth=st.integers(1, 5),
+    prompt=st.integers(20, 100),
+    link=st.sampled_from(list(LINKS)),
+    ahead=st.sampled_from([0, 2]),
+    threads=st.integers(1, 3),
+)
+def test_drafts_change_no_bit(
+    name: str, levels: str, shape: str, depth: int, prompt: int, link: str, ahead: int, threads: int
+) -> None:
+    """Whatever is drafted, in passes of at most `MOST_ROWS` tokens."""
+    text = plainly(name, prompt)
+    overrides = {
+        "speculation.levels": [
+            {**level, "draft": "chain" if levels == "lookup" else shape} for level in LEVELS[levels]
+        ],
+        "speculation.gamma2": depth,
+        "offload.ahead": ahead,
+    }
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with open_llm(name, "retrieval", overrides, link) as llm:
+            context = llm.read(PROMPT[:prompt])
+            result = context.generate((), SamplingParams(max_tokens=LENGTH, logprobs=0))
+            assert context.tokens == text.tokens
+            assert result.logprobs == text.logprobs
+            assert torch.equal(kv_of(context, prompt + LENGTH - 1), text.kv)
+    finally:
+        torch.set_num_threads(before)
