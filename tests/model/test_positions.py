@@ -93,7 +93,9 @@ class _Clamped(LlamaMLP):
 
 class _ClampedInPlace(LlamaMLP):
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x).clamp_(max=1e6)) * self.up_proj(x))
+        gate = self.gate_proj(x)
+        gate.clamp_(max=1e6)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
 
 
 class _Branching(LlamaMLP):
@@ -170,11 +172,14 @@ def test_a_native_layer_stands_for_its_operations_only(part: str, kind: type, na
     kinds = layer_kinds(module)
     open_model(module)
     try:
-        found = [dense_layer(layer, torch.bfloat16, kinds) for layer in module.model.layers]
+        found, *others = (  # for one token and for several, and with the results of both
+            [dense_layer(layer, torch.bfloat16, kinds) for layer in module.model.layers] for _ in range(3)
+        )
     finally:
         restore_model(module)
     assert isinstance(found[0], DenseLayer)
     assert isinstance(found[1], DenseLayer) == native
+    assert all([*map(type, again)] == [*map(type, found)] for again in others)
 
 
 def test_logits_that_are_not_the_models_at_late_positions_are_refused() -> None:
