@@ -11,7 +11,7 @@ import torch
 from support.contexts import ASCII, CHUNK, PARAMS, PLACES, PROMPT, Make
 from support.small_engine import CPU, engine_overrides, link_to, other_gpu
 from support.small_engine import place as put
-from support.tiny_models import byte_tokenizer, tiny_target
+from support.tiny_models import byte_tokenizer, tiny_target, to
 from transformers import PreTrainedModel
 
 from cpu_kv import Link
@@ -48,7 +48,7 @@ def make(models: tuple[PreTrainedModel, PreTrainedModel]) -> Iterator[Make]:
             step_down: bool = False,
             **options: Any,
         ) -> LLM:
-            target, draft = (model.to(device) for model in models)
+            target, draft = (to(model, device) for model in models)
             tiers, options = PLACES[place], {"tokenizer": byte_tokenizer(), **options}
             overrides = engine_overrides(ahead=2)
             overrides |= {"prefill.chunk": CHUNK, "speculation.step_down": step_down}
@@ -64,4 +64,4 @@ def make(models: tuple[PreTrainedModel, PreTrainedModel]) -> Iterator[Make]:
 
         yield llm
     for model in models:
-        model.to(CPU)
+        to(model, CPU)

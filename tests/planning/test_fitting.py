@@ -167,6 +167,7 @@ def test_the_cache_is_refreshed_from_where_the_plan_says(monkeypatch: pytest.Mon
             again(context, config=config)
             (sequence,) = llm.engine.sequences
             (cache,) = sequence.full.derived
+            assert isinstance(cache, RetrievedCache)
             assert len(cache.buffers) == 1 + (place == "stream"), "one in use, one that fills"
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from support.enumeration import Probs, distance, outcome_probs
 from support.small_engine import PAGE, engine_overrides, place
-from support.tiny_models import byte_ids, tiny_draft, tiny_target
+from support.tiny_models import byte_ids, tiny_draft, tiny_target, to
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -90,13 +90,13 @@ def target() -> PreTrainedModel:
         for block in model.model.layers:
             block.self_attn.o_proj.weight *= 10
         model.lm_head.weight *= 0.5
-    return model.to(torch.bfloat16)
+    return to(model, torch.bfloat16)
 
 
 @cache
 def exact_target() -> PreTrainedModel:
     """The same weights in float32."""
-    return copy.deepcopy(target()).float()
+    return to(copy.deepcopy(target()), torch.float32)
 
 
 @cache
@@ -122,7 +122,7 @@ def enumerated(
         "store.code": code,
         **changes,
     }
-    draft = tiny_draft(VOCABULARY).to(torch.bfloat16)
+    draft = to(tiny_draft(VOCABULARY), torch.bfloat16)
     with LLM.from_models(target(), draft, config=config, overrides=overrides, link=PacedLink(1e9)) as llm:
         place(llm, TIERS)
         engine = llm.engine

@@ -17,7 +17,7 @@ from offload_rt.engine.batching import PassThread
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
-from support.tiny_models import byte_ids, noisy_copy, tiny_target
+from support.tiny_models import byte_ids, noisy_copy, tiny_target, to
 
 CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup", "trees")
 PAGE = 16
@@ -124,8 +124,8 @@ def small_llm(device: torch.device, config: str, shares: Tiers = STREAMED, **off
     draft = noisy_copy(target)
     given = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens, "ahead": 2}
     llm = LLM.from_models(
-        target.to(device),
-        draft.to(device),
+        to(target, device),
+        to(draft, device),
         config=config,
         overrides=engine_overrides(**given | offload),
         link=link_to(device),
