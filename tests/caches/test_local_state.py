@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.api import llm as api
+from offload_rt.api import frontend as api
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
