@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.small_engine import CPU, CUDA, PAGE, PROMPT, SIZES, engine_overrides, link_to, other_gpu, place
+from support.small_engine import (
+    CPU,
+    CUDA,
+    PAGE,
+    PROMPT,
+    SIZES,
+    engine_overrides,
+    link_to,
+    other_gpu,
+    place,
+    tier_keys,
+)
 from support.tiny_models import noisy_copy, tiny_target, to
 
 from cpu_kv import KVLayout
@@ -27,12 +38,11 @@ GREEDY, HOT = SamplingParams(max_tokens=12), SamplingParams(max_tokens=8, temper
 def opened(device: torch.device, config: str, code: str, shares: Tiers) -> LLM:
     target = to(tiny_target("llama-gqa"), torch.bfloat16)
     draft = noisy_copy(target)
-    tokens = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens, "ahead": 0}
     llm = LLM.from_models(
         to(target, device),
         to(draft, device),
         config=config,
-        overrides=engine_overrides(**tokens) | {"store.code": code},
+        overrides=engine_overrides(ahead=0, **tier_keys(shares)) | {"store.code": code},
         link=link_to(device),
         other_links=[link_to(other_gpu(device)) for _ in shares.gpus],
     )
