@@ -99,10 +99,10 @@ def test_link_use_is_the_busy_share_of_a_pass() -> None:
 
 def times(started: float, ms: float, guessed: bool | None, draft: float = 0.0, **changes: Any) -> RoundTimes:
     """A round of 4 drafted and accepted tokens; whatever else it has is 0."""
-    given = dict.fromkeys((field.name for field in dataclasses.fields(RoundTimes)), 0)
+    given: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(RoundTimes)), 0)
     given |= {"started": started, "ms": ms, "draft_ms": draft, "pass_ms": ms - draft}
     given |= {"ahead_ms": ms - draft, "proposed": 4, "accepted": 4}
-    return RoundTimes(**given | {"guessed": guessed} | changes)  # type: ignore[arg-type]
+    return RoundTimes(**given | {"guessed": guessed} | changes)
 
 
 def run_of(rounds: list[RoundTimes]) -> Recorded:

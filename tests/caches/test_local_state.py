@@ -28,7 +28,8 @@ from offload_rt.api import frontend as api
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
-from offload_rt.caches.local import LocalHistory, LocalLayers, LocalState
+from offload_rt.caches.local import LocalState
+from offload_rt.caches.local_history import LocalHistory, LocalLayers
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.model.architecture import cache_argument

@@ -164,7 +164,7 @@ def test_prompts_and_parameters_belong_together(target: PreTrainedModel) -> None
         with pytest.raises(UsageError, match="4 prompts but 2 parameters"):
             llm.generate(PROMPTS, [SamplingParams(), SamplingParams()])
         with pytest.raises(UsageError, match="for a list of prompts a list of them"):
-            llm.generate(PROMPT, [SamplingParams()])  # type: ignore[call-overload]
+            llm.generate(PROMPT, [SamplingParams()])  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="the prompt is empty"):
             llm.generate([PROMPT, []])
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from support.machine_cases import DESKTOP, HOST
 from support.plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, host, nearest, request
 
@@ -53,7 +52,7 @@ def test_golden_plans(
     tokens: tuple[int, int, int],
 ) -> None:
     """Predictions at 127,000 tokens, pinned to one per cent."""
-    dtype = torch.float32 if model == "demo" else None
+    dtype = ElementType.FLOAT32 if model == "demo" else None
     small = None if draft is None else find_shape(draft, dtype)
     asked = PlanRequest(
         find_shape(model, dtype),
@@ -315,7 +314,9 @@ def test_a_refresh_fills_a_second_buffer_where_that_is_faster(policy: str, gib: 
     """A second buffer takes 2.34 GiB that could hold KV instead: too much unless everything is resident."""
     asked = request({"retrieval.refresh": policy}, hardware=gpu(memory_bytes=gib * GIB))
     forced = {place: plan(asked.having("offload.refresh_from", place)) for place in ("stream", "store")}
-    assert all(one.to_json()["retrieved"]["refresh_from"] == place for place, one in forced.items())
+    for place, one in forced.items():
+        retrieved: Any = one.to_json()["retrieved"]
+        assert retrieved["refresh_from"] == place
     assert plan(asked) == forced[faster] == min(forced.values(), key=lambda one: one.ms_per_token)
     told = {"stream": "the stream, into a second buffer", "store": "the store, between passes"}[faster]
     assert any(told in said for said in forced[faster].assumptions)
