@@ -71,7 +71,7 @@ def opened(given: Given, context: int, keys: Mapping[str, object]) -> Iterator[O
     request = PlanRequest(shape, None, config, context, ROOM, hardware)  # as the engine makes it
     with closing(RecordedText(target, None, CudaLink(device), config, context + ROOM)) as text:
         torch.cuda.reset_peak_memory_stats(device)
-        prefill_ms = text.read([random_prompt(shape.vocabulary, context)])
+        prefill_ms = text.prefill([random_prompt(shape.vocabulary, context)])
         found = Opened(text, config, request, captures, prefill_ms / 1e3)
         found.run(sizes.new_tokens)
         yield found
@@ -230,7 +230,7 @@ def two_gpus(given: Given) -> Iterator[Row]:
         with closing(
             RecordedText(target, None, CudaLink(device), config, len(prompt) + ROOM, other_links=links)
         ) as text:
-            text.read([prompt])
+            text.prefill([prompt])
             (result,), _ = text.run(config, given.sizes.new_tokens)
             found.append(result.tokens)
             yield text.placed

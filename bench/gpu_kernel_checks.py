@@ -308,7 +308,7 @@ def equal_tokens(given: Given) -> Iterator[Row]:
         room = sizes.tokens_context + sizes.new_tokens + CHUNK
         config = load_config("retrieval", keys | placed)
         with closing(RecordedText(target, None, CudaLink(device), config, room)) as text:
-            text.read([prompt])
+            text.prefill([prompt])
             for system in ("retrieval", "plain"):
                 (result,), _ = text.run(load_config(system, keys | placed), sizes.new_tokens)
                 found[f"{name}, {system}"] = result.tokens

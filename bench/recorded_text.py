@@ -68,8 +68,8 @@ class RecordedText:
         draws = GeneratorDraws(0, self._engine.target.device)
         return Continuation(Sampling(Sampler(), draws), new_tokens)
 
-    def read(self, prompt: Prompt) -> float:
-        """Reads a prompt, unless it is the one before; returns ms of its prefill."""
+    def prefill(self, prompt: Prompt) -> float:
+        """Prefills a prompt, unless it is the previous one; returns ms of its prefill."""
         if prompt != self._prompt:
             while self.sequences:
                 self._engine.close_sequence(self.sequences.pop())
@@ -80,7 +80,7 @@ class RecordedText:
                 sequence = self.sequences[-1]
                 self._engine.begin(sequence, sequence.plan, self._continuation(room))
             self._prompt = prompt
-            self._ms = sum(sequence.read_ms for sequence in self.sequences)
+            self._ms = sum(sequence.prefill_ms for sequence in self.sequences)
             if self._recording is not None:
                 self._recording.record()
         return self._ms
@@ -91,7 +91,7 @@ class RecordedText:
         for sequence, prompt in zip(self.sequences, self._prompt, strict=True):
             self._engine.rewind(sequence, len(prompt))
             self._engine.begin(sequence, sequence.plan.adapted(settings), self._continuation(new_tokens))
-        return sum(sequence.read_ms for sequence in self.sequences)
+        return sum(sequence.prefill_ms for sequence in self.sequences)
 
     def run(
         self, config: Config, new_tokens: int, held: float | None = None

@@ -61,7 +61,7 @@ def sequence_over(target: CausalModel, config: Config, tokens: int, room: int = 
 
 def take(sequence: TokenSequence, tokens: Sequence[int]) -> None:
     """Reads all `tokens` into the full cache, and fills the small caches of the sequence's config."""
-    sequence.read([*tokens, 0])  # a sequence's last token opens the first round and is not in the cache
+    sequence.prefill([*tokens, 0])  # a sequence's last token opens the first round and is not in the cache
     recompose(sequence, sequence.plan.config)
 
 

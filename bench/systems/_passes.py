@@ -44,8 +44,8 @@ class Text:
         self._prompt: Prompt = ()
 
     @torch.inference_mode()
-    def read(self, prompt: Prompt) -> float:
-        """Reads a prompt, unless it is the one before; returns ms of its prefill."""
+    def prefill(self, prompt: Prompt) -> float:
+        """Prefills a prompt, unless it is the previous one; returns ms of its prefill."""
         if prompt != self._prompt:
             self.cache = None  # frees its memory before the next one is filled
             self.cache, self._prompt = self._new_cache(), prompt
@@ -110,9 +110,9 @@ class Continued:
 
     def prepare(self, prompt: Prompt) -> float:
         self._cache = None  # as above
-        read_ms, started = self.text.read(prompt), perf_counter()
+        prefill_ms, started = self.text.prefill(prompt), perf_counter()
         self._cache = self.text.static_cache(self.setup.capacity) if self._static else self.text.cache
-        return read_ms + 1e3 * (perf_counter() - started)
+        return prefill_ms + 1e3 * (perf_counter() - started)
 
     def run(self, new_tokens: int) -> Run:
         self.text.rewind(self._cache)

@@ -70,8 +70,8 @@ class Ours:
 
     def prepare(self, prompt: Prompt) -> float:
         """Reads the prompt; the time to fill this configuration's own caches is part of the result."""
-        read_ms = self._text.read(prompt)
-        return read_ms + self._text.begin(self._config)
+        prefill_ms = self._text.prefill(prompt)
+        return prefill_ms + self._text.begin(self._config)
 
     def run(self, new_tokens: int) -> Run:
         setup = self._setup

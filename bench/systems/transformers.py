@@ -53,7 +53,7 @@ class Assisted(Generate):
         super().__init__(how, setup, assistant_model=self._draft.model)
 
     def prepare(self, prompt: Prompt) -> float:
-        return super().prepare(prompt) + self._draft.read(prompt)
+        return super().prepare(prompt) + self._draft.prefill(prompt)
 
     def run(self, new_tokens: int) -> Run:
         model, cache = self._draft.model, self._draft.cache

@@ -120,7 +120,7 @@ class Context:
         with self._engine.lock:
             self._turn_to_use()
             self._engine.check_growth(self._sequence, len(tokens))
-            self._engine.read(self._sequence, tokens)
+            self._engine.prefill(self._sequence, tokens)
 
     def update(self, prompt: Prompt) -> int:
         """Makes the context hold exactly `prompt`; reads only what follows their longest common beginning.
@@ -149,7 +149,7 @@ class Context:
         engine.rewind(sequence, kept)
         held = min(kept, sequence.full.verified_length + 1)
         if kept < len(wanted):
-            engine.read(sequence, wanted[kept:])
+            engine.prefill(sequence, wanted[kept:])
         return held
 
     def generate(
@@ -191,7 +191,7 @@ class Context:
             sequence, start = self._sequence, len(self._sequence.tokens)
             plan = sequence.plan if settings is None else sequence.plan.adapted(settings)
             if tokens:  # read last: a config that is refused leaves the context as it was
-                self._engine.read(sequence, tokens)
+                self._engine.prefill(sequence, tokens)
             return self._begin(start, params, plan)
 
     def _begin(

@@ -54,8 +54,8 @@ class LocalState:
     """The local layers of one sequence in one cache.
 
     A pass is `begin`, `attend` and `mix` for its layers, then `commit`; tokens are counted as in the cache:
-    its speculative entries, then the tokens of the pass. Between `start_read` and `finish_read` the same
-    calls read verified tokens, layer by layer, in chunks of any size.
+    its speculative entries, then the tokens of the pass. Between `start_prefill` and `finish_prefill`
+    the same calls take verified tokens, layer by layer, in chunks of any size.
 
     Args:
         source: the local layers of the full cache of the same model, whose verified tokens are also this
@@ -72,7 +72,7 @@ class LocalState:
         self._backend = backend
         self._source = source
         self._own = layers.start()
-        self._reading: tuple[dict[int, Window], dict[int, RecurrentState]] | None = None
+        self._prefilled: tuple[dict[int, Window], dict[int, RecurrentState]] | None = None
         kinds = layers.kinds
         self._carrier = layers.carrier() if kinds.recurrent else None
         # Of speculative tokens and those of the pass: KV of windows, inputs of recurrent layers, by layer.
@@ -102,30 +102,30 @@ class LocalState:
     def restart(self, history: LocalHistory | None = None) -> None:
         """Returns to a history of the sequence, of no token by default, and forgets everything behind it."""
         self._own = self.layers.start() if history is None else history
-        self._reading = None
+        self._prefilled = None
         self._forget()
 
-    def start_read(self) -> None:
-        """Starts to read verified tokens; `finish_read` keeps them, and `give_up_read` does not."""
+    def start_prefill(self) -> None:
+        """Starts a prefill of verified tokens; `finish_prefill` keeps them, `give_up_prefill` does not."""
         if self.layers.kinds.local:
-            self._reading = dict(self._own.windows), {}
+            self._prefilled = dict(self._own.windows), {}
 
-    def finish_read(self, tokens: int) -> None:
-        """Keeps what was read, so many tokens."""
-        if self._reading is not None:
-            windows, states = self._reading
+    def finish_prefill(self, tokens: int) -> None:
+        """Keeps the tokens of the prefill, `tokens` in number."""
+        if self._prefilled is not None:
+            windows, states = self._prefilled
             length = self._own.length + tokens
             self.restart(LocalHistory(length, windows, {**self._own.states, **states}))
 
-    def give_up_read(self) -> None:
-        """Forgets what was read."""
-        self._reading = None
+    def give_up_prefill(self) -> None:
+        """Forgets the tokens of the prefill."""
+        self._prefilled = None
 
     def begin(self, new: NewTokens, behind: int) -> None:
         """Starts a pass over new tokens behind `behind` speculative entries."""
         if not self.layers.kinds.local:
             return
-        self._reading = None
+        self._prefilled = None
         if behind < len(self._parents):  # the cache has forgotten its speculation
             self.keep(range(behind))
         if self._followed is not self.history:
@@ -139,7 +139,7 @@ class LocalState:
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Computes attention over a sliding window; shapes as in `Cache.attend`, `layer` of the model."""
-        if self._reading is not None:
+        if self._prefilled is not None:
             return self._read_window(layer, queries, keys, values, softmax)
         self.before_layer()
         new, window = self._new, self.layers.kinds.kinds[layer].window
@@ -195,8 +195,8 @@ class LocalState:
         softmax: Softmax,
     ) -> Tensor:
         """Attends a chunk of verified tokens to their windows, in blocks of queries."""
-        assert self._reading is not None
-        windows, _ = self._reading
+        assert self._prefilled is not None
+        windows, _ = self._prefilled
         before, window = windows[layer].kv, self.layers.kinds.kinds[layer].window
         assert window is not None
         past, count = before.shape[2], queries.shape[1]
@@ -224,8 +224,8 @@ class LocalState:
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """Runs a recurrent layer over the new tokens, `[1, tokens, hidden_size]`."""
         self._mixers[layer] = mixer
-        if self._reading is not None:
-            _, states = self._reading
+        if self._prefilled is not None:
+            _, states = self._prefilled
             start = states[layer] if layer in states else self._after(layer, -1)
             out, states[layer] = self._run(layer, start, hidden)
             return out

@@ -41,7 +41,7 @@ class PromptWriter:
         """Starts to write. Raises CopyFailed."""
         cache, layout = self._cache, self._cache.layout
         cache.abandon()
-        cache.local.start_read()
+        cache.local.start_prefill()
         cache.transfer.flush()
         if cache.transfer.link.in_place:
             return
@@ -100,7 +100,7 @@ class PromptWriter:
             self.put(0, counted, counted)
         cache.abandon()
         cache.transfer.flush()
-        cache.local.finish_read(self._tokens)
+        cache.local.finish_prefill(self._tokens)
         cache.start_from(cache.sequence.length)
         cache.add_point(torch.stack(list(last_queries)) if last_queries else None)
 
@@ -109,7 +109,7 @@ class PromptWriter:
         cache = self._cache
         length = cache.verified_length
         cache.abandon()
-        cache.local.give_up_read()
+        cache.local.give_up_prefill()
         with suppress(CopyFailed):
             cache.transfer.flush()
         if cache.sequence.length >= length:

@@ -72,8 +72,8 @@ class ContextFile:
         self.fingerprint = Fingerprint.from_json(about["fingerprint"])
         self.messages: Messages = json.loads(about["messages"])
         self.date = datetime.fromisoformat(about["date"]) if about.get("date") else None
-        self._reads = [int(at) for at in json.loads(about["reads"])]
-        self._described: list[Any] = json.loads(about.get("local", "null")) or [None] * len(self._reads)
+        self._lengths = [int(at) for at in json.loads(about["reads"])]
+        self._described: list[Any] = json.loads(about.get("local", "null")) or [None] * len(self._lengths)
         self.tokens: list[int] = self._file.integers("tokens")
         _, (pages, *_) = self._file.stored("pages.0")
         kind, (*_, tail, _) = self._file.stored("tail")

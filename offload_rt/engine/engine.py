@@ -31,7 +31,7 @@ from offload_rt.system.second_device import SecondDevice
 from offload_rt.system.timeline import NO_TIMELINE
 
 ProgressReport = Callable[[str, int, int], None]
-"""Called with (phase, done, all) while a machine is first measured, and while a prompt is read."""
+"""Called with (phase, done, all) while a machine is first measured, and during a prefill."""
 
 
 class Engine:
@@ -165,7 +165,7 @@ class Engine:
         sequences: int = 1,
         prefix: KVPrefix | None = None,
     ) -> TokenSequence:
-        """Opens a sequence and reads its prompt. Other sequences may be open.
+        """Opens a sequence and prefills its prompt. Other sequences may be open.
 
         Args:
             new_tokens: how many more it is planned for.
@@ -173,7 +173,7 @@ class Engine:
             sequences: number of sequences, this one and those opened after it, that share a GPU's free
                 memory.
             prefix: the KV of its longest common beginning with `tokens` is shared, and only what follows is
-                read.
+                prefilled.
         """
         with self.lock:
             runner = self.target.for_length(len(tokens), new_tokens)
@@ -188,18 +188,18 @@ class Engine:
             sequence = TokenSequence(shared, plan, runner, len(tokens) + new_tokens, prefix, kept)
             self._sequences.append(sequence)
             try:
-                self.read(sequence, tokens[kept:])
+                self.prefill(sequence, tokens[kept:])
             except BaseException:
                 self.close_sequence(sequence)
                 raise
             return sequence
 
-    def read(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
-        """Appends tokens to a sequence. Where that fails, the sequence is as it was."""
+    def prefill(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
+        """Appends tokens to a sequence and prefills them. Where that fails, the sequence is as it was."""
         report = self.on_progress
         with self.lock:
             self.stop(sequence)
-            sequence.read(tokens, None if report is None else lambda done, of: report("prefill", done, of))
+            sequence.prefill(tokens, None if report is None else lambda done, of: report("prefill", done, of))
 
     def snapshot(self, sequence: TokenSequence) -> KVPrefix:
         """Returns the tokens of a sequence and their KV, which it shares and goes on from; to be closed."""

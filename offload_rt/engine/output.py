@@ -180,8 +180,8 @@ class OutputProcessor:
             answer=answer,
             finish_reason=self._finish,
             timings=Timings(
-                prefill_tokens=sequence.read_tokens,
-                prefill_ms=sequence.read_ms,
+                prefill_tokens=sequence.prefill_tokens,
+                prefill_ms=sequence.prefill_ms,
                 new_tokens=len(self.tokens),
                 decode_ms=ms,
                 tokens_per_second=1e3 * len(self.tokens) / ms if ms > 0 else 0.0,

@@ -177,7 +177,7 @@ class SavedContext(ContextFile):
     def begins(self, tokens: Sequence[int]) -> int:
         """Returns with how many tokens of the context a sequence of `tokens` may begin."""
         local = any(one is not None for one in self._described)
-        return usable_tokens(self._reads if local else None, self._length, self.tokens, tokens)
+        return usable_tokens(self._lengths if local else None, self._length, self.tokens, tokens)
 
     def check(self, fingerprint: Fingerprint) -> None:
         """Raises UsageError where a model cannot go on from this context; names what differs."""
@@ -219,7 +219,7 @@ class SavedContext(ContextFile):
         """Returns the lengths up to `length` that the sequence can return to."""
         points = []
         try:
-            for at, (end, described) in enumerate(zip(self._reads, self._described, strict=True)):
+            for at, (end, described) in enumerate(zip(self._lengths, self._described, strict=True)):
                 if not 0 < end <= length:  # to no token it can return without a point
                     continue
                 queries, local = None, None

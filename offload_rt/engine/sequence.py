@@ -48,7 +48,7 @@ class TokenSequence:
     """A sequence of tokens with its KV, caches and composition, from its first token to `close`.
 
     Args:
-        plan: where its KV lies, and how it is read and continued.
+        plan: where its KV is, and how it is prefilled and continued.
         target: the runner for sequences of this length.
         room: tokens that there should be room for.
         prefix: it begins with tokens of this prefix, and their KV; None: it is empty.
@@ -56,13 +56,13 @@ class TokenSequence:
 
     Attributes:
         target: the runner of the target model.
-        tokens: token IDs that were read, and those that were generated after them.
+        tokens: token IDs of the prompt, and those that were generated after them.
         start: number of tokens when the newest continuation began.
         verifier: the composition; the target over its full cache.
         ready: a draft that was made ahead for the sequence as it is now; None: there is none.
         rounds: times of the rounds so far.
-        read_tokens: tokens that were read since the continuation before.
-        read_ms: time in which they were read and the caches of drafting levels filled.
+        prefill_tokens: tokens that were prefilled since the previous continuation.
+        prefill_ms: time of that prefill and of filling the caches of drafting levels.
     """
 
     verifier: Verifier
@@ -81,15 +81,15 @@ class TokenSequence:
         self.config, tiers = plan.config, plan.tiers
         self.tokens: list[int] = [] if prefix is None else prefix.tokens[:kept]
         self.start = 0
-        self.read_tokens = 0
-        self.read_ms = 0.0
+        self.prefill_tokens = 0
+        self.prefill_ms = 0.0
         self.timeline = shared.timeline
         self.ready: Proposal | None = None
         self.rounds: list[RoundTimes] = []
         self._shared = shared
         self.target = target
         self._ended = False
-        self._consumed = True  # a continuation has counted `read_tokens`
+        self._consumed = True  # a continuation has counted `prefill_tokens`
         self._caches: list[BoundedCache | SplitCache] = []
         if prefix is None:
             self._kv = shared.store.new_sequence(*kept_means(plan.config))
@@ -168,27 +168,27 @@ class TokenSequence:
         while self._caches:
             self._caches.pop().release()  # in this order: an interrupt never gives memory to two owners
 
-    def read(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         """Appends tokens. The full cache takes all but the sequence's last one, which opens the next round.
 
         Where that fails, the sequence is as it was.
         """
         before = len(self.tokens)
         started = clock.now()
-        # The last token is read, too, where others follow it.
+        # The last token is prefilled, too, where others follow it.
         self.full.rewind(min(self.full.verified_length, before if tokens else max(0, before - 1)))
         try:
             self.tokens += tokens
-            self._read(progress)
+            self._prefill_missing(progress)
         except BaseException:
             self.rewind(before)
             raise
         if self._consumed:
-            self.read_tokens, self.read_ms, self._consumed = 0, 0.0, False
-        self.read_tokens += len(tokens)
-        self.read_ms += 1e3 * (clock.now() - started)
+            self.prefill_tokens, self.prefill_ms, self._consumed = 0, 0.0, False
+        self.prefill_tokens += len(tokens)
+        self.prefill_ms += 1e3 * (clock.now() - started)
 
-    def _read(self, progress: Progress | None = None) -> None:
+    def _prefill_missing(self, progress: Progress | None = None) -> None:
         """Prefills the tokens that the full cache lacks, but for the last one."""
         missing = self.tokens[self.full.verified_length : -1]
         if missing:
@@ -228,21 +228,21 @@ class TokenSequence:
         self.check_length(len(self.tokens) + continuation.max_tokens)
         started = clock.now()
         if self._consumed:
-            self.read_tokens, self.read_ms = 0, 0.0
+            self.prefill_tokens, self.prefill_ms = 0, 0.0
         self._consumed = True
         self.rewind(len(self.tokens))
         # The queries of the last tokens choose the retrieved cache.
         lost = bool(self.full.verified_length) and self.full.last_queries is None
         if lost and self.target.kinds.full:
             self.full.rewind(max(0, self.full.verified_length - LAST_QUERIES))
-        self._read()
+        self._prefill_missing()
         self._kv.keep_means(*kept_means(plan.config))
         self.start = len(self.tokens)
         for transfer in self._transfers:
             transfer.counters = TransferCounters()
         self._compose(plan, continuation)
         self.take_prompt()
-        self.read_ms += 1e3 * (clock.now() - started)
+        self.prefill_ms += 1e3 * (clock.now() - started)
 
     def take_prompt(self) -> None:
         """Fills the caches of drafting levels. The full cache lacks only the last token."""

@@ -39,7 +39,7 @@ class Probe:
         self.calls = 0
         self._backend = choose_backend(model.device)
         self._local = LocalState(model.local_layers, self._backend)
-        self._local.start_read()
+        self._local.start_prefill()
         self._kv: dict[int, Tensor] = {}
 
     @property
