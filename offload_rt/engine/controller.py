@@ -185,7 +185,7 @@ class SpeculationController:
             return  # it pays for memory that is touched for the first time
         if self._clock:
             # Less may have been proposed than was wanted: nothing was found, or the draft was ready before.
-            verified = CHAIN.deep(times.proposed)  # the price of a pass depends on the size alone
+            verified = CHAIN.deep(times.proposed)  # the cost of a pass depends only on the size
             self._passes.append((self._costs.pass_ms(length, verified), times.pass_ms + times.verdict_ms))
             drawn = shape.deep(times.drawn)
             self._drafts.append((self._costs.draft_ms(length, drawn), times.draft_ms))

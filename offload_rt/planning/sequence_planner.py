@@ -35,7 +35,7 @@ class SequencePlan:
     """What is decided about a sequence before its prompt is read. Made by `of` and `adapted`.
 
     Attributes:
-        request: the models, a config that leaves nothing open, and the hardware by which rounds are priced.
+        request: the models, a config that leaves nothing open, and the hardware that costs are predicted for.
         tiers: number of tokens in each tier but the streamed one.
     """
 
@@ -197,8 +197,8 @@ class SequencePlanner:
         """Shapes of the target and of the small model."""
 
         def shape(model: CausalModel) -> ModelShape:
-            found = shape_of(model.module, ElementType.of(model.dtype), model.name)
-            return replace(found, embedding_on_gpu=not host_bytes(model.module))
+            loaded = shape_of(model.module, ElementType.of(model.dtype), model.name)
+            return replace(loaded, embedding_on_gpu=not host_bytes(model.module))
 
         draft = self._shared.draft
         return shape(self.target), None if draft is None else shape(draft)
@@ -222,24 +222,28 @@ class SequencePlanner:
         shared, models = self._shared, self._shared.models
         loaded = sum(model.weight_bytes for model in models) + shared.heads.weight_bytes
         loaded += shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
-        there = sum(block.weight_bytes for block in self.target.remote_mlps)  # on the second GPU
+        remote_weights = sum(block.weight_bytes for block in self.target.remote_mlps)  # on the second GPU
         copies = sum(model.remote_blocks.weight_bytes for model in models)
-        others = [(link.device, 0 if at else there + copies) for at, link in enumerate(shared.other_links)]
-        hardware = usable_hardware(self.target.device, loaded - there, self._on_progress, others)
-        held = self._free_bytes + shared_tokens * shared.store.layout.stored_token_bytes
-        held += sum(host_bytes(model.module) for model in models)
+        others = [
+            (link.device, 0 if at else remote_weights + copies) for at, link in enumerate(shared.other_links)
+        ]
+        hardware = usable_hardware(self.target.device, loaded - remote_weights, self._on_progress, others)
+        reusable = self._free_bytes + shared_tokens * shared.store.layout.stored_token_bytes
+        reusable += sum(host_bytes(model.module) for model in models)
         host = hardware.host
-        host = replace(host, memory_bytes=host.memory_bytes + held, lockable_bytes=host.lockable_bytes + held)
+        host = replace(
+            host, memory_bytes=host.memory_bytes + reusable, lockable_bytes=host.lockable_bytes + reusable
+        )
         hardware = replace(hardware, host=host)
         if sequences > 1:
-            weights = loaded - there, *(size for _, size in others)
+            weights = loaded - remote_weights, *(size for _, size in others)
             gpus = tuple(map(shared_gpu, hardware.gpus, repeat(sequences), weights))
             hardware = replace(hardware, gpus=gpus)
         return hardware
 
     @cached_property
     def _assumed_hardware(self) -> Hardware:
-        """The hardware by which rounds are priced where no plan has measured any."""
+        """The hardware that costs are predicted for where no plan has measured any."""
         link, others = self._shared.link, len(self._shared.other_links)
         if link.in_place:
             return named_hardware(NO_GPU)
