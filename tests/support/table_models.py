@@ -154,7 +154,7 @@ def cache_by(view: str, plan: LayerOrder | None) -> Any:
 
 def parts_of(cache: Any) -> Sequence[TokenCache]:
     """The caches of its devices."""
-    return (cache.home, cache.there) if isinstance(cache, SplitCache) else (cache,)
+    return (cache.home, cache.away) if isinstance(cache, SplitCache) else (cache,)
 
 
 class TableModel:
