@@ -102,15 +102,15 @@ class PagePool:
         missing = count - len(self._free)
         if missing > 0:
             self._add_slab(max(missing, slab_pages))
-        taken = (heapq.heappop(self._free) for _ in range(count))
-        return [(self._slabs[number], page) for number, page in taken]
+        numbers = (heapq.heappop(self._free) for _ in range(count))
+        return [(self._slabs[number], page) for number, page in numbers]
 
     def give_back(self, slab: Slab, page: int) -> None:
         """Takes a page from one of its owners; the last one's is free again."""
-        others = self._shared.get((slab.number, page), 0)
-        if others > 1:
-            self._shared[slab.number, page] = others - 1
-        elif others:
+        sharers = self._shared.get((slab.number, page), 0)
+        if sharers > 1:
+            self._shared[slab.number, page] = sharers - 1
+        elif sharers:
             del self._shared[slab.number, page]
         elif slab.number in self._slabs:
             for unpacked in slab.unpacked:
@@ -161,7 +161,7 @@ class PagePool:
 
     def views(self, slab: Slab, layer: int, start: int, end: int) -> list[KVPages]:
         """Returns views of the tokens `start` .. `end` of a slab, see `KVPages.span`."""
-        memory, page, found = self.memory(slab, layer), self._layout.page_size, list[KVPages]()
+        memory, page, views = self.memory(slab, layer), self._layout.page_size, list[KVPages]()
         if not self._layout.packed:
             return PlainPages.of(memory).span(start, end)
         for first, last, unpacked in self.forms(slab, layer, start // page, -(-end // page)):
@@ -171,8 +171,8 @@ class PagePool:
             else:
                 pages = PlainPages.of(unpacked)
             before = first * page
-            found += pages.span(max(start - before, 0), min(end, last * page) - before)
-        return found
+            views += pages.span(max(start - before, 0), min(end, last * page) - before)
+        return views
 
     def open(self, slab: Slab, layer: int, page: int, *, keep: bool = False) -> Tensor:
         """Returns the memory of a page that tokens may be written to, of `KVLayout.pages_shape`.
@@ -185,12 +185,12 @@ class PagePool:
             return memory
         if page not in unpacked:
             with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside of it
-                made = torch.empty(
+                values = torch.empty(
                     self._layout.pages_shape(1), dtype=self._layout.dtype, pin_memory=self._pin
                 )
             if keep:
-                self._codec.decode(self._layout.packed_shape, memory, made)
-            unpacked[page] = made
+                self._codec.decode(self._layout.packed_shape, memory, values)
+            unpacked[page] = values
         return unpacked[page]
 
     def pack(self, slab: Slab, layer: int, first: int, last: int) -> None:
@@ -199,11 +199,11 @@ class PagePool:
         for page, _, values in list(self.forms(slab, layer, first, last)):
             if values is None:
                 continue
-            packed, there = self._codec.encode(shape, values), self.memory(slab, layer)[page]
+            packed, destination = self._codec.encode(shape, values), self.memory(slab, layer)[page]
             if shape.overflows(packed).item():
-                there.zero_()  # it may be saved
+                destination.zero_()  # it may be saved
             else:
-                there.copy_(packed[0])
+                destination.copy_(packed[0])
                 del unpacked[page]
 
     def mapped(self, slab: Slab, layer: int, device: torch.device) -> Tensor | None:

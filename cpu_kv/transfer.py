@@ -156,7 +156,7 @@ class TransferEngine(Gatherer):
         count = layout.tokens_in(keys, values)
         pages = layout.pages(count)
         paged = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=keys.device)
-        places = [one.plain() for one in PlainPages.of(paged).span(0, count)]
+        places = [part.plain() for part in PlainPages.of(paged).span(0, count)]
         for place, *pieces in cut_alike(places, keys.detach(), values.detach()):
             place.write(*pieces)
         while len(self._writes) >= PROMPT_WRITES:
@@ -180,7 +180,7 @@ class TransferEngine(Gatherer):
         self._planned = deque()
         for stream in streams:
             stream._closed, stream._reading = True, None
-        self.counters.bytes_abandoned += sum(used.nbytes for _, used, _ in copied)
+        self.counters.bytes_abandoned += sum(memory.nbytes for _, memory, _ in copied)
         if self._ring is not None:
             self._ring.release_all()
 
@@ -205,13 +205,13 @@ class TransferEngine(Gatherer):
             for at, stop in segments or [(first, last)]:
                 pieces = self._memory(layer, at, stop, unpacked)
                 size = sum(piece.nbytes for piece in pieces)
-                there = into.new_empty(size) if decodes else into[:size]
-                self._copy(_pairs(pieces, there, inward=True), after=self.link.record_event()).synchronize()
+                memory = into.new_empty(size) if decodes else into[:size]
+                self._copy(_pairs(pieces, memory, inward=True), after=self.link.record_event()).synchronize()
                 if decodes:
                     pages = (stop - at) // layout.page_size
                     size = pages * layout.page_size * layout.layer_token_bytes
                     out = into[:size].view(layout.dtype).view(layout.pages_shape(pages))
-                    codec.decode(layout.packed_shape, there.view(pages, -1), out)
+                    codec.decode(layout.packed_shape, memory.view(pages, -1), out)
                 into = into[size:]
 
     def resident_pages(self, memory: Tensor, *, packed: bool) -> KVPages:
@@ -263,9 +263,9 @@ class TransferEngine(Gatherer):
         while self._planned and ring.room:
             slot, segment = ring.acquire(), self._planned.popleft()
             pieces = self._memory(segment.layer, segment.start, segment.end, segment.unpacked)
-            used = slot.memory[: sum(piece.nbytes for piece in pieces)]
-            slot.ready = self._copy(_pairs(pieces, used, inward=True), after=slot.free)
-            self._copied.append((segment, used, slot))
+            memory = slot.memory[: sum(piece.nbytes for piece in pieces)]
+            slot.ready = self._copy(_pairs(pieces, memory, inward=True), after=slot.free)
+            self._copied.append((segment, memory, slot))
 
     def _finish_oldest_write(self) -> None:
         write = self._writes[0]
@@ -329,8 +329,8 @@ def _pairs(memory: Sequence[Tensor], whole: Tensor, *, inward: bool = False) -> 
     Args:
         inward: the copy is from them to the tensor.
     """
-    there = whole.view(-1).view(torch.uint8).split([piece.nbytes for piece in memory])
-    pieces = [part.view(piece.dtype) for part, piece in zip(there, memory, strict=True)]
+    parts = whole.view(-1).view(torch.uint8).split([piece.nbytes for piece in memory])
+    pieces = [part.view(piece.dtype) for part, piece in zip(parts, memory, strict=True)]
     return list(zip(pieces, memory, strict=True)) if inward else list(zip(memory, pieces, strict=True))
 
 
@@ -378,12 +378,12 @@ class LayerStream:
         engine, at = self._engine, self.start
         packs = engine.sequence.layout.packed
         while at < self.end:
-            segment, used, self._reading = engine._copied.popleft()
+            segment, memory, self._reading = engine._copied.popleft()
             # Keeps the host from enqueuing compute further ahead than the ring is deep: once a device's queue
             # is full, the launches of all threads block. The copy into the slot has waited for the event too.
             self._reading.free.synchronize()
             engine._wait(self._reading.ready)
-            yield ring.read(used, engine.sequence.codec, packs and segment.unpacked is None)
+            yield ring.read(memory, engine.sequence.codec, packs and segment.unpacked is None)
             at = segment.end
             ring.release(self._reading)
             self._reading = None
@@ -401,9 +401,9 @@ class LayerStream:
         copied = [one for one in engine._copied if one[0].stream is self]
         engine._copied = deque(one for one in engine._copied if one[0].stream is not self)
         engine._planned = deque(one for one in engine._planned if one.stream is not self)
-        for _, used, slot in copied:
+        for _, memory, slot in copied:
             ring.release(slot)
-            engine.counters.bytes_abandoned += used.nbytes
+            engine.counters.bytes_abandoned += memory.nbytes
         if self._reading is not None:
             ring.release(self._reading)
             self._reading = None

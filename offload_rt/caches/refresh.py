@@ -146,7 +146,7 @@ class RetrievalRefresh:
 
     def _write_oldest(self) -> None:
         layer, places, sent = self._pending.popleft()
-        self._pending_bytes -= sent.there.nbytes
+        self._pending_bytes -= sent.destination.nbytes
         self._write(self._transfer.await_copy(sent), layer, places)
 
     def _write(self, kv: Tensor, layer: int, places: _Places) -> None:
@@ -263,7 +263,7 @@ class RetrievalRefresh:
         """Writes what `fill` puts into memory of this shape to the entries at `places`, without waiting."""
         if over_link:
             self._pending.append((layer, places, sent := self._transfer.send(shape, fill)))
-            self._pending_bytes += sent.there.nbytes
+            self._pending_bytes += sent.destination.nbytes
             while self._pending_bytes > PENDING_BYTES:
                 self._write_oldest()
         else:
