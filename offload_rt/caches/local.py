@@ -216,8 +216,8 @@ class LocalState:
             if first < whole:
                 oldest = torch.arange(rows, device=self.layers.device) + (at - window + 1 - first)
                 mask = _from_column(oldest, whole - first, queries)
-                seen = PlainPages.one(*every[:, :, first:whole])
-                total.attend(seen, folded_mask(self._backend, mask, part, len(keys)))
+                window_pages = PlainPages.one(*every[:, :, first:whole])
+                total.attend(window_pages, folded_mask(self._backend, mask, part, len(keys)))
             outs.append(total.result(softmax.sinks))
         return torch.cat(outs, dim=1)
 
@@ -257,8 +257,8 @@ class LocalState:
         if token >= behind:
             ended = next(at for at, run in enumerate(self._runs) if run.tokens[-1] == token - behind)
             return self._ends[ended][layer]
-        if (known := self._states.get(token, {}).get(layer)) is not None:
-            return known
+        if (state := self._states.get(token, {}).get(layer)) is not None:
+            return state
         path = []
         while token >= 0:
             path.append(token)
@@ -268,16 +268,16 @@ class LocalState:
             self._rows[layer][to_device(path[::-1], self.layers.device)] if path else None
         )
 
-    def commit(self, kept: Sequence[int]) -> None:
+    def commit(self, indices: Sequence[int]) -> None:
         """Makes these tokens of the pass speculative, in this order, and forgets the others."""
         new, self._new = self._new, None
         if new is None:
             return
         behind = len(self._parents)
-        slots = [*range(behind), *(behind + index for index in kept)]
-        self._rows, self._pending = self._taken(self._pending, slots), {}
-        place = {behind + index: behind + at for at, index in enumerate(kept)}
-        for index in kept:
+        slots = [*range(behind), *(behind + index for index in indices)]
+        self._rows, self._pending = self._rows_of(self._pending, slots), {}
+        place = {behind + index: behind + at for at, index in enumerate(indices)}
+        for index in indices:
             parent = new.parents[index]
             self._add(place.get(parent, parent))
         for run, states in zip(self._runs, self._ends, strict=True):
@@ -286,32 +286,36 @@ class LocalState:
         self._runs, self._ends = [], []
         # Of a chain one state is kept, and of a tree one a branch: others can be computed again.
         inner = set(self._parents)
-        self._states = {entry: one for entry, one in self._states.items() if entry not in inner}
+        self._states = {
+            entry: entry_states for entry, entry_states in self._states.items() if entry not in inner
+        }
 
     def _add(self, parent: int) -> None:
         self._parents.append(parent)
         self._depths.append(1 + (self._depths[parent] if parent >= 0 else 0))
 
-    def _taken(self, rows: Mapping[int, Tensor], slots: Sequence[int]) -> dict[int, Tensor]:
+    def _rows_of(self, rows: Mapping[int, Tensor], slots: Sequence[int]) -> dict[int, Tensor]:
         """Returns these slots of the rows of every layer."""
         windowed = self.layers.kinds.windowed
         if slots == list(range(len(slots))):
             return {
-                layer: one[:, :, : len(slots)] if layer in windowed else one[: len(slots)]
-                for layer, one in rows.items()
+                layer: tensor[:, :, : len(slots)] if layer in windowed else tensor[: len(slots)]
+                for layer, tensor in rows.items()
             }
         at = to_device(slots, self.layers.device)
-        return {layer: one.index_select(2 if layer in windowed else 0, at) for layer, one in rows.items()}
+        return {
+            layer: tensor.index_select(2 if layer in windowed else 0, at) for layer, tensor in rows.items()
+        }
 
     def keep(self, entries: Sequence[int]) -> None:
         """Keeps these speculative entries, in this order, and forgets the others."""
         entries = list(entries)
         if not self.layers.kinds.local or entries == list(range(len(self._parents))):
             return
-        self._rows = self._taken(self._rows, entries)
+        self._rows = self._rows_of(self._rows, entries)
         place = {-1: -1} | {entry: at for at, entry in enumerate(entries)}
         parents = [place.get(self._parents[entry], -1) for entry in entries]
-        self._states = {place[entry]: one for entry, one in self._states.items() if entry in place}
+        self._states = {place[entry]: states for entry, states in self._states.items() if entry in place}
         self._parents, self._depths = [], []
         for parent in parents:
             self._add(parent)
@@ -323,7 +327,7 @@ class LocalState:
         count = len(self._parents)
         kinds, history = self.layers.kinds, self._own
         windows = {
-            layer: one.append(self._rows[layer][:, :, :count]) for layer, one in history.windows.items()
+            layer: window.append(self._rows[layer][:, :, :count]) for layer, window in history.windows.items()
         }
         if self._followed is not self._own:
             self._states.clear()
@@ -333,10 +337,12 @@ class LocalState:
         self.compute_states(MOST_ROWS)
 
     @torch.inference_mode()
-    def compute_states(self, most: int = 0) -> None:
-        """Computes the verified states that lie more than `most` tokens back."""
+    def compute_states(self, tokens: int = 0) -> None:
+        """Computes the verified states that lie more than `tokens` tokens back."""
         states = dict(self._own.states)
-        late = [layer for layer, one in states.items() if one.rows is not None and len(one.rows) > most]
+        late = [
+            layer for layer, state in states.items() if state.rows is not None and len(state.rows) > tokens
+        ]
         for layer in late:
             start = states[layer]
             assert start.rows is not None

@@ -117,26 +117,28 @@ class LocalHistory:
     @property
     def nbytes(self) -> int:
         """Bytes of all windows and states."""
-        states = (t for one in self.states.values() for t in state_tensors(one.state).values())
-        return sum(t.nbytes for t in (*(one.kv for one in self.windows.values()), *states))
+        states = (t for local in self.states.values() for t in state_tensors(local.state).values())
+        return sum(t.nbytes for t in (*(local.kv for local in self.windows.values()), *states))
 
     def on(self, device: torch.device) -> LocalHistory:
         """Returns a copy in the memory of `device`."""
-        windows = {layer: one.holding(one.kv.to(device, copy=True)) for layer, one in self.windows.items()}
+        windows = {
+            layer: window.holding(window.kv.to(device, copy=True)) for layer, window in self.windows.items()
+        }
         states = {layer: state.on(device) for layer, state in self.states.items()}
         return LocalHistory(self.length, windows, states)
 
 
 def copied(state: Any, device: torch.device | None = None) -> Any:
     """Returns a copy of a recurrent state, on `device` if one is given."""
-    made = object.__new__(type(state))
+    copy = object.__new__(type(state))
     for name, value in vars(state).items():
         if isinstance(value, dict):
             value = {key: _copied(part, device) for key, part in value.items()}
-        setattr(made, name, _copied(value, device))
-    if device is not None and isinstance(getattr(made, "device", None), torch.device):
-        made.device = device
-    return made
+        setattr(copy, name, _copied(value, device))
+    if device is not None and isinstance(getattr(copy, "device", None), torch.device):
+        copy.device = device
+    return copy
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:
@@ -175,11 +177,11 @@ def restored_state(state: Any, described: Mapping[str, Any], tensors: Mapping[st
 
 def state_tensors(state: Any) -> dict[str, Tensor]:
     """Returns the tensors of a recurrent state by name; see `restored_state`."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in vars(state).items():
         parts = value.items() if isinstance(value, dict) else [("", value)]
-        found |= {f"{name}.{key}".rstrip("."): part for key, part in parts if isinstance(part, Tensor)}
-    return found
+        tensors |= {f"{name}.{key}".rstrip("."): part for key, part in parts if isinstance(part, Tensor)}
+    return tensors
 
 
 @dataclass(frozen=True)

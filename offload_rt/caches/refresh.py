@@ -136,7 +136,7 @@ class RetrievalRefresh:
 
     def close(self) -> None:
         """Stops choosing, after a pass that was abandoned. Idempotent."""
-        for future in [one for one in self._chosen if not one.cancel()]:
+        for future in [future for future in self._chosen if not future.cancel()]:
             future.exception()  # waits for the layer that is being chosen
 
     def _write_pending(self, end: int) -> None:
@@ -178,9 +178,11 @@ class RetrievalRefresh:
         """Takes every entry from the store now. Raises CopyFailed."""
         sequence, link, length = self._transfer.sequence, self._transfer.link, self.layout.length
         with closing(self):
-            for layer, stored in enumerate(self._transfer.layers):
-                mapped = None if link.in_place else sequence.device_views(stored, 0, length, link.device)
-                runs = sequence.views(stored, 0, length) if mapped is None else mapped
+            for layer, source_layer in enumerate(self._transfer.layers):
+                mapped = (
+                    None if link.in_place else sequence.device_views(source_layer, 0, length, link.device)
+                )
+                runs = sequence.views(source_layer, 0, length) if mapped is None else mapped
                 self.take(layer, 0, runs, over_link=mapped is None and not link.in_place)
             self.finish()
 
@@ -216,19 +218,19 @@ class RetrievalRefresh:
         high = bisect_left(self._numbers, first + pages.tokens // self._chunk)
         # A chunk of one head.
         size = self._chunk * layout.layer_token_bytes // layout.kv_heads
-        most = max(1, PORTION_BYTES // size)
-        for at in range(low, high, most):
-            self._take_portion(layer, first, pages, slice(at, min(at + most, high)), over_link)
+        portion = max(1, PORTION_BYTES // size)
+        for at in range(low, high, portion):
+            self._take_portion(layer, first, pages, slice(at, min(at + portion, high)), over_link)
 
-    def _take_portion(self, layer: int, first: int, pages: KVPages, which: slice, over_link: bool) -> None:
+    def _take_portion(self, layer: int, first: int, pages: KVPages, chunks: slice, over_link: bool) -> None:
         """Takes some of the chosen chunks of a layer, from pages whose first chunk is `first`."""
         chunk, per_page = self._chunk, pages.page_tokens // self._chunk
         # KV in host memory is picked by the host's copy of the choice, without asking the device.
-        numbers, heads, _ = (self._on_host if over_link else self._on_device)[:, which]
+        numbers, heads, _ = (self._on_host if over_link else self._on_device)[:, chunks]
         page, number = (numbers - first) // per_page, (numbers - first) % per_page
-        count = which.stop - which.start
+        count = chunks.stop - chunks.start
         self._missing -= count * chunk
-        _, *places = self._on_device[:, which]  # heads and slots
+        _, *places = self._on_device[:, chunks]  # heads and slots
         shape = 2, count, chunk, self._transfer.sequence.layout.head_dim
         take = partial(pages.take_chunks, chunk, page, heads, number)
         self._move(shape, take, layer, tuple(places), over_link)

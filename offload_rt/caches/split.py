@@ -74,8 +74,8 @@ class SplitCache(DerivedCache):
         cache = self.away if layer in self.remote else self.home
         return cache.attend(self._places[layer], queries, keys, values, softmax)
 
-    def commit(self, kept: Sequence[int]) -> None:
-        self._both(lambda cache: cache.commit(kept))
+    def commit(self, indices: Sequence[int]) -> None:
+        self._both(lambda cache: cache.commit(indices))
 
     def keep(self, entries: Sequence[int]) -> None:
         self._both(lambda cache: cache.keep(entries))

@@ -35,10 +35,10 @@ class PassInput:
         return [self.cache.verified_length + depth - 1 for depth in self.new.depths]
 
     def ids(self, device: torch.device) -> Tensor:
-        """Returns the ids of the new tokens on the device, `[count]`."""
-        known, drawn = self.new.known, self.new.drawn
-        parts = [to_device(known, device)] if known or drawn is None else []
-        return joined(parts if drawn is None else [*parts, drawn.on(device)])
+        """Returns the IDs of the new tokens on the device, `[count]`."""
+        ids, draft = self.new.ids, self.new.draft
+        parts = [to_device(ids, device)] if ids or draft is None else []
+        return joined(parts if draft is None else [*parts, draft.on(device)])
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ class TableModel:
 
     def _part(self, part: PassInput, plan: LayerOrder | None) -> Tensor:
         new, parts = part.new, parts_of(part.cache)
-        tokens = [*new.known, *([] if new.drawn is None else new.drawn.on(self.device).tolist())]
+        tokens = [*new.ids, *([] if new.draft is None else new.draft.on(self.device).tolist())]
         assert len(tokens) == new.count
         part.cache.begin(new)
         for cache in parts:
