@@ -105,10 +105,10 @@ class LogitsProcessor:
         for piece in tokens:  # one of them at most is on the device alone
             if not piece.arrived:
                 piece.arrive((yield Read(piece.pending(), stats)))
-        known = [token for piece in tokens for token in piece.known]
+        ids = [token for piece in tokens for token in piece.known]
         speculative, tree = view.part(self._length), Tree(tuple(parents))
         rows = range(1 + len(tree) - len(logits), 1 + len(tree))
-        paths = [(*speculative, *(known[node] for node in tree.path(row))) for row in rows]
+        paths = [(*speculative, *(ids[node] for node in tree.path(row))) for row in rows]
         masks = [self._mask(path) for path in paths]
         # What no token may follow is not followed by any: nothing is left to forbid there.
         whole = torch.full((-(-logits.shape[1] // WORD),), -1)
