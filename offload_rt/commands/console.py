@@ -219,7 +219,7 @@ class Console:
         times = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
         text = f"decoding took {measured:.1f} ms/token, {times} times the {plan.ms_per_token:.1f} of the plan"
         remedy = "offload-rt doctor --refresh measures this machine again"
-        cause = self.other_work.told() if ratio > 1 else None
+        cause = self.other_work.note() if ratio > 1 else None
         self.notice(f"{text}; {cause or remedy}")
 
 

@@ -104,7 +104,7 @@ def _compare(where: str, context: Context, params: SamplingParams, console: Cons
     ms, plain_ms = ms_per_token(result), ms_per_token(plain)
     times = f"{ms:.1f} against {plain_ms:.1f} ms/token"
     verdict = tokens_verdict(result, plain, params)
-    if (busy := console.other_work.told()) is None:
+    if (busy := console.other_work.note()) is None:
         console.say(f"{where:10} {plain_ms / ms:.2f} times as fast as plain decoding ({times}); {verdict}")
     else:
         console.say(f"{where:10} speed not comparable ({times}): {busy}; {verdict}")

@@ -125,7 +125,7 @@ def _placement(plan: Plan) -> Iterator[str]:
     paged = f" in {target.paged_layers} of {target.layers} layers" if target.kinds.local else ""
     if target.paged_layers:
         yield f"KV         {whole / GIB:.2f} GiB{paged}: {'; '.join(told)}"
-        if (stored := plan.request.stored).packed:
+        if (stored := plan.request.store_layout).packed:
             size, bits = plan.host["kv"] / GIB, 16 * stored.stored_share
             packed = f"full pages are packed to {bits:.1f} bits per value"
             yield f"store      {size:.2f} GiB of CPU memory: {packed}"

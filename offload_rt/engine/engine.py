@@ -136,8 +136,8 @@ class Engine:
         """Returns why Triton kernels do not run on the models' KV, if they do not."""
         models = [model for model in (self.target, self.draft) if model is not None]
         shapes = [(model.kv_layout(page), model.heads) for model in models]
-        found = [use_triton(kv, heads // kv.kv_heads) for kv, heads in shapes if kv.kv_heads]
-        return found[-1] if found else None
+        fits = [use_triton(kv, heads // kv.kv_heads) for kv, heads in shapes if kv.kv_heads]
+        return fits[-1] if fits else None
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -152,10 +152,10 @@ class Engine:
         """
         for level in levels_of(config):
             level.load(self.target, self._heads)
-        left = available(config, self.draft is not None)
-        if left != config:
-            self._on_notice(f"no draft model: only {' → '.join(left.speculation.names)} drafts")
-        return left
+        usable = available(config, self.draft is not None)
+        if usable != config:
+            self._on_notice(f"no draft model: only {' → '.join(usable.speculation.names)} drafts")
+        return usable
 
     def open(
         self,
@@ -177,18 +177,18 @@ class Engine:
         """
         with self.lock:
             runner = self.target.for_length(len(tokens), new_tokens)
-            kept = 0 if prefix is None else prefix.begins(tokens, runner)
-            shared_tokens = 0 if prefix is None else prefix.shared_tokens(kept)
+            prefix_tokens = 0 if prefix is None else prefix.begins(tokens, runner)
+            shared_tokens = 0 if prefix is None else prefix.shared_tokens(prefix_tokens)
             self.check_room([(len(tokens), new_tokens)], shared_tokens)
             if tiers is None:
                 plan = self.planner.plan(len(tokens), new_tokens, sequences, shared_tokens)
             else:
-                plan = self.planner.placed(len(tokens), new_tokens, tiers)
-            shared = replace(self._shared, timeline=self.timeline)
-            sequence = TokenSequence(shared, plan, runner, len(tokens) + new_tokens, prefix, kept)
+                plan = self.planner.plan_with(len(tokens), new_tokens, tiers)
+            resources = replace(self._shared, timeline=self.timeline)
+            sequence = TokenSequence(resources, plan, runner, len(tokens) + new_tokens, prefix, prefix_tokens)
             self._sequences.append(sequence)
             try:
-                self.prefill(sequence, tokens[kept:])
+                self.prefill(sequence, tokens[prefix_tokens:])
             except BaseException:
                 self.close_sequence(sequence)
                 raise
@@ -257,17 +257,17 @@ class Engine:
             self.check_open()
             self.planner.check_room(sizes, shared_tokens)
 
-    def check_growth(self, sequence: TokenSequence, tokens: int, kept: int | None = None) -> None:
+    def check_growth(self, sequence: TokenSequence, tokens: int, start: int | None = None) -> None:
         """Refuses so many more tokens of an open sequence where they exceed positions or memory.
 
         Args:
-            kept: length to which it is rewound before; None: it is not.
+            start: length to which it is rewound before; None: it is not.
         """
-        kept = len(sequence.tokens) if kept is None else kept
-        check_positions(self.target, kept, tokens)
-        sequence.check_length(kept + tokens)
-        room = sequence.full.sequence.room_after(min(sequence.full.sequence.length, max(0, kept - 1)))
-        self.check_room([(0, max(0, kept + tokens - room))])
+        start = len(sequence.tokens) if start is None else start
+        check_positions(self.target, start, tokens)
+        sequence.check_length(start + tokens)
+        room = sequence.full.sequence.room_after(min(sequence.full.sequence.length, max(0, start - 1)))
+        self.check_room([(0, max(0, start + tokens - room))])
 
     def check_open(self) -> None:
         """Raises UsageError where everything was closed."""

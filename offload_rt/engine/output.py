@@ -52,18 +52,18 @@ Likelihood = tuple[float, tuple[tuple[int, float], ...]]
 
 
 @torch.inference_mode()
-def likelihoods(round: Round, most: int) -> list[Likelihood]:
+def likelihoods(round: Round, count: int) -> list[Likelihood]:
     """Returns the log probabilities of a round's tokens by the model's own logits. The host waits once.
 
     Args:
-        most: number of likeliest tokens, whose log probabilities are returned too.
+        count: number of likeliest tokens, whose log probabilities are returned too.
     """
     logits = round.logits.to(torch.promote_types(round.logits.dtype, torch.float32))
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, to_device(round.tokens, logits.device)[:, None])[:, 0]
-    best = logprobs.topk(min(most, logits.shape[1]), dim=-1)
-    read = to_host(own, best.indices, best.values) if most else to_host(own)
-    own_read, *best_read = (tensor.tolist() for tensor in read)
+    best = logprobs.topk(min(count, logits.shape[1]), dim=-1)
+    copies = to_host(own, best.indices, best.values) if count else to_host(own)
+    own_read, *best_read = (tensor.tolist() for tensor in copies)
     if not best_read:
         return [(logprob, ()) for logprob in own_read]
     return [
@@ -125,8 +125,8 @@ class OutputProcessor:
         if isinstance(round, Exception):
             self._finish, self.error = "error", round
             return iter(())
-        most = self._params.logprobs
-        likely = [] if most is None else likelihoods(round, most)
+        count = self._params.logprobs
+        likely = [] if count is None else likelihoods(round, count)
         return self._events(round, likely)
 
     def _events(self, round: Round, likely: Sequence[Likelihood]) -> Generator[TokenEvent]:

@@ -50,9 +50,9 @@ class TokenSequence:
     Args:
         plan: where its KV is, and how it is prefilled and continued.
         target: the runner for sequences of this length.
-        room: tokens that there should be room for.
-        prefix: it begins with tokens of this prefix, and their KV; None: it is empty.
-        kept: how many.
+        room: tokens for which pages are reserved.
+        prefix: the sequence begins with tokens of this prefix, and their KV; None: it is empty.
+        prefix_tokens: how many of the prefix.
 
     Attributes:
         target: the runner of the target model.
@@ -75,11 +75,11 @@ class TokenSequence:
         target: CausalModel,
         room: int,
         prefix: KVPrefix | None = None,
-        kept: int = 0,
+        prefix_tokens: int = 0,
     ) -> None:
         self.plan = plan
         self.config, tiers = plan.config, plan.tiers
-        self.tokens: list[int] = [] if prefix is None else prefix.tokens[:kept]
+        self.tokens: list[int] = [] if prefix is None else prefix.tokens[:prefix_tokens]
         self.start = 0
         self.prefill_tokens = 0
         self.prefill_ms = 0.0
@@ -94,7 +94,7 @@ class TokenSequence:
         if prefix is None:
             self._kv = shared.store.new_sequence(*kept_means(plan.config))
         else:
-            self._kv = prefix.kv.fork(prefix.verified_length(kept), *kept_means(plan.config))
+            self._kv = prefix.kv.fork(prefix.verified_length(prefix_tokens), *kept_means(plan.config))
         with ExitStack() as closing:
             closing.callback(self._release_caches)
             closing.callback(self._kv.close)
@@ -232,8 +232,8 @@ class TokenSequence:
         self._consumed = True
         self.rewind(len(self.tokens))
         # The queries of the last tokens choose the retrieved cache.
-        lost = bool(self.full.verified_length) and self.full.last_queries is None
-        if lost and self.target.kinds.full:
+        lacks_queries = bool(self.full.verified_length) and self.full.last_queries is None
+        if lacks_queries and self.target.kinds.full:
             self.full.rewind(max(0, self.full.verified_length - LAST_QUERIES))
         self._prefill_missing()
         self._kv.keep_means(*kept_means(plan.config))
@@ -277,17 +277,17 @@ class TokenSequence:
     def placement(self) -> dict[str, int]:
         """Number of tokens of each layer by tier; the last page is on the device until it is full."""
         page, tiers = self._kv.layout.page_size, self.plan.tiers
-        left = max(0, len(self.tokens) - 1) // page * page
-        placed = {}
-        for name, most in (
+        remaining = max(0, len(self.tokens) - 1) // page * page
+        placement = {}
+        for name, capacity in (
             ("resident_tokens", tiers.resident_tokens),
             ("cpu_tokens", tiers.cpu_tokens),
             ("other_gpus_tokens", sum(gpu.tokens for gpu in tiers.gpus)),
-            ("streamed_tokens", left),
+            ("streamed_tokens", remaining),
         ):
-            placed[name] = min(most, left)
-            left -= placed[name]
-        return placed
+            placement[name] = min(capacity, remaining)
+            remaining -= placement[name]
+        return placement
 
     @property
     def stop_tokens(self) -> Collection[int]:

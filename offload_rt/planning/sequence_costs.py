@@ -62,5 +62,5 @@ class SequenceCosts:
             streamed = min(remaining - gpu_resident, gpu.streamed_tokens)
             gpus.append(GpuTier(gpu_resident, streamed))
             remaining -= gpu_resident + streamed
-        packed = tiers.packed and self.request.stored.packed
+        packed = tiers.packed and self.request.store_layout.packed
         return Placement(resident, cpu, remaining, self.request.target, tuple(gpus), packed)

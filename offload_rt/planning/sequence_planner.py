@@ -47,9 +47,9 @@ class SequencePlan:
         """Decides how many entries are retrieved, where the config leaves it open: as is fastest here."""
         if not request.chooses_budget:
             return cls(request, tiers)
-        placed = request.having("offload.resident_tokens", tiers.resident_tokens)
-        placed = placed.having("offload.cpu_tokens", tiers.cpu_tokens)
-        budget = with_budget(placed).config.retrieval.budget
+        with_tiers = request.having("offload.resident_tokens", tiers.resident_tokens)
+        with_tiers = with_tiers.having("offload.cpu_tokens", tiers.cpu_tokens)
+        budget = with_budget(with_tiers).config.retrieval.budget
         return cls(request.having("retrieval.budget", budget), tiers)
 
     @property
@@ -149,7 +149,7 @@ class SequencePlanner:
         packed = MemoryBudget(request).resident.packed
         return SequencePlan.of(request, Tiers(resident, cpu, (GpuTier(0, pages * page),) * others, packed))
 
-    def placed(self, prompt: int, new_tokens: int, tiers: Tiers) -> SequencePlan:
+    def plan_with(self, prompt: int, new_tokens: int, tiers: Tiers) -> SequencePlan:
         """Returns the plan of a sequence whose KV is placed as the caller says, by the first config."""
         return SequencePlan.of(
             self._request(self.configs[0], prompt, new_tokens, self._assumed_hardware), tiers
@@ -178,13 +178,13 @@ class SequencePlanner:
         available = max(0, available_memory() + self._free_bytes - shared_tokens * means)
         needed = total * token_bytes
         if needed > available:
-            others = (
+            opened = (
                 f", beside {store.used_bytes / 2**30:.1f} GiB of open contexts" if store.used_bytes else ""
             )
             fits = "the longest context that fits is" if len(sizes) == 1 else "of all sequences together fit"
             raise UsageError(
                 f"the KV of {total} tokens needs {needed / 2**30:.1f} GiB of memory and "
-                f"{available / 2**30:.1f} GiB are available{others}: {fits} {available // token_bytes} tokens"
+                f"{available / 2**30:.1f} GiB are available{opened}: {fits} {available // token_bytes} tokens"
             )
 
     @property
@@ -220,14 +220,16 @@ class SequencePlanner:
     def _free_hardware(self, sequences: int, shared_tokens: int) -> Hardware:
         """Returns the machine with the memory that one of several new sequences may take."""
         shared, models = self._shared, self._shared.models
-        loaded = sum(model.weight_bytes for model in models) + shared.heads.weight_bytes
-        loaded += shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
+        loaded_bytes = sum(model.weight_bytes for model in models) + shared.heads.weight_bytes
+        loaded_bytes += shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
         remote_weights = sum(block.weight_bytes for block in self.target.remote_mlps)  # on the second GPU
         copies = sum(model.remote_blocks.weight_bytes for model in models)
         others = [
             (link.device, 0 if at else remote_weights + copies) for at, link in enumerate(shared.other_links)
         ]
-        hardware = usable_hardware(self.target.device, loaded - remote_weights, self._on_progress, others)
+        hardware = usable_hardware(
+            self.target.device, loaded_bytes - remote_weights, self._on_progress, others
+        )
         reusable = self._free_bytes + shared_tokens * shared.store.layout.stored_token_bytes
         reusable += sum(host_bytes(model.module) for model in models)
         host = hardware.host
@@ -236,7 +238,7 @@ class SequencePlanner:
         )
         hardware = replace(hardware, host=host)
         if sequences > 1:
-            weights = loaded - remote_weights, *(size for _, size in others)
+            weights = loaded_bytes - remote_weights, *(size for _, size in others)
             gpus = tuple(map(shared_gpu, hardware.gpus, repeat(sequences), weights))
             hardware = replace(hardware, gpus=gpus)
         return hardware
