@@ -58,7 +58,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         listed = [
             {"name": one.name, "cached": one.cached, "tokens": one.tokens, "bytes": one.nbytes}
-            | {"model": one.model, "last_used": one.used}
+            | {"model": one.model, "last_used": one.last_used}
             for one in entries
         ]
         write_json("--json", arguments.json, {"folder": str(found.folder), "sessions": listed})
@@ -68,7 +68,7 @@ def _list(arguments: argparse.Namespace) -> int:
     width = max(len(one.name) for one in entries)
     for one in entries:
         tokens = "corrupt" if one.tokens is None else f"{one.tokens:,} tokens"
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used))
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.last_used))
         print(f"{one.name:{width}}  {tokens:>17}  {one.nbytes / GIB:7.2f} GiB  {used}  {one.model}")
     return 0
 
@@ -162,7 +162,7 @@ class Sessions:
         if self._name is None or self._folder is None or self._folder.path(self._name).exists():
             return
         where = f"there is none of that name in {self._folder.folder}"
-        raise UsageError(f"session {self._name}: {where}; {self._folder.known()}. To begin it, {remedy}")
+        raise UsageError(f"session {self._name}: {where}; {self._folder.listing()}. To begin it, {remedy}")
 
     def chat(self) -> tuple[list[Message] | None, datetime | None]:
         """Returns the chat messages of the session, and when they were rendered; None: it has none."""

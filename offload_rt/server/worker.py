@@ -156,7 +156,7 @@ class Worker:
         return self._closing
 
     @property
-    def kept(self) -> int:
+    def kept_prefixes(self) -> int:
         """Number of prefixes whose KV is kept in memory."""
         return len(self._prefixes)
 
@@ -182,8 +182,8 @@ class Worker:
         finally:  # also after a defect: no client waits for a thread that has ended
             with self._changed:
                 self._closing = True
-                left = (*self._running, *self._waiting)
-            for job in left:
+                unfinished = (*self._running, *self._waiting)
+            for job in unfinished:
                 job.send(Closing())
 
     def _next(self) -> Job | None:
