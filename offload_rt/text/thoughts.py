@@ -88,9 +88,9 @@ class ThoughtMarks:
         self.format, self.special = THINK, dict[int, str]()
         if tokenizer is not None:
             template = str(getattr(tokenizer, "chat_template", None) or "")
-            written = [one for one in FORMATS if any(mark in template for mark in one.telling)]
-            known = (one for one in FORMATS if all(self.token(mark) is not None for mark in one.telling))
-            self.format = (written or [*known, THINK])[0]
+            written = [form for form in FORMATS if any(mark in template for mark in form.telling)]
+            formats = (form for form in FORMATS if all(self.token(mark) is not None for mark in form.telling))
+            self.format = (written or [*formats, THINK])[0]
             for mark in self.format.marks:  # a mark may be a special token and a word
                 for token in self.encoded(mark):
                     text = str(tokenizer.decode([token]))
@@ -150,13 +150,13 @@ class ThoughtSplitter:
     def __init__(self, inside: bool = False, form: ThoughtFormat = THINK) -> None:
         self._form = form
         self._part = Part.THOUGHTS if inside else Part.BEGINNING
-        self._held = ""
+        self._open_text = ""
         self._header = ""
         self._blank = {Part.THOUGHTS: True, Part.ANSWER: True}  # nothing of it has been returned
 
     def push(self, text: str) -> tuple[str, str]:
         """Returns the thoughts and the part of the answer that are certain with this piece."""
-        text, self._held = self._held + text, ""
+        text, self._open_text = self._open_text + text, ""
         shown = {Part.THOUGHTS: "", Part.ANSWER: ""}
         while text:
             marks = self._marks()
@@ -166,10 +166,12 @@ class ThoughtSplitter:
                     self._part = Part.ANSWER
                     continue
             at, mark = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(-1, ""))
-            end = at if mark else len(text) - max((overlap(text, one) for one in marks), default=0)
+            end = (
+                at if mark else len(text) - max((overlap(text, open_mark) for open_mark in marks), default=0)
+            )
             self._take(text[:end], shown)
             if not mark:
-                self._held = text[end:]
+                self._open_text = text[end:]
                 break
             self._enter(mark)
             text = text[end + len(mark) :]
@@ -177,9 +179,9 @@ class ThoughtSplitter:
 
     def finish(self) -> tuple[str, str]:
         """Returns what was held back, as no text follows."""
-        held, self._held = self._held, ""
+        rest, self._open_text = self._open_text, ""
         answers = self._part in (Part.ANSWER, Part.BEGINNING)
-        return (held, "") if self._part is Part.THOUGHTS else ("", held if answers else "")
+        return (rest, "") if self._part is Part.THOUGHTS else ("", rest if answers else "")
 
     def _marks(self) -> tuple[str, ...]:
         """Returns the marks that end the part under way."""

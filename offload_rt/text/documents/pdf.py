@@ -54,7 +54,7 @@ def pdf_text(source: str, data: bytes, on_notice: Callable[[str], None]) -> str:
                     text, reason = "", first_line(error)
                     broken.append(str(number))
                 else:
-                    if losses.found():
+                    if losses.pop():
                         broken.append(f"{number} (in part)")
                     elif not text.strip():
                         empty.append(str(number))
@@ -104,7 +104,7 @@ class _Losses(logging.Handler):
         if record.thread == self._thread and "XFormObject" in record.getMessage():
             self._lost = True
 
-    def found(self) -> bool:
+    def pop(self) -> bool:
         """Returns whether a part was left out since the last call."""
         lost, self._lost = self._lost, False
         return lost
