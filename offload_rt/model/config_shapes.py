@@ -106,13 +106,13 @@ def shape_of(
         family=text.model_type,
         # Models with several sets of frequencies are not stretched as a whole.
         rope_scaled=rope.get("rope_type", "default") != "default"
-        or any(isinstance(one, dict) for one in rope.values()),
+        or any(isinstance(item, dict) for item in rope.values()),
         ignored=ignored_parts(model.config),
         kinds=kinds,
         recurrence=recurrence_of(model, kinds, name),
         expert_parameters=max(
-            sum(p.numel() for name, p in one.named_parameters() if "bias" not in name) if one else 0
-            for one in experts
+            sum(p.numel() for name, p in item.named_parameters() if "bias" not in name) if item else 0
+            for item in experts
         ),
         quantization=quantization,
         **quantized,

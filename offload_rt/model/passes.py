@@ -61,13 +61,13 @@ class BatchedAttention:
 
     def __init__(self, inputs: Sequence[PassInput]) -> None:
         self._inputs = inputs
-        self._counts = [one.new.count for one in inputs]
+        self._counts = [pass_input.new.count for pass_input in inputs]
         self.errors: list[Exception | None] = [None] * len(inputs)
 
     def begin(self) -> None:
-        for number, one in enumerate(self._inputs):
+        for number, pass_input in enumerate(self._inputs):
             try:
-                one.cache.begin(one.new)
+                pass_input.cache.begin(pass_input.new)
             except Exception as error:
                 self.errors[number] = error
 
@@ -88,10 +88,10 @@ class BatchedAttention:
         """Computes a result of each sequence from its tokens in dimension 1, and joins the results."""
         split = (tensor.split(self._counts, dim=1) for tensor in tensors)
         outs = []
-        for number, (one, *parts) in enumerate(zip(self._inputs, *split, strict=True)):
+        for number, (pass_input, *parts) in enumerate(zip(self._inputs, *split, strict=True)):
             if self.errors[number] is None:
                 try:
-                    outs.append(compute(one.cache, *parts))
+                    outs.append(compute(pass_input.cache, *parts))
                     continue
                 except Exception as error:
                     self.errors[number] = error

@@ -145,8 +145,8 @@ def _check_at(model: CausalModel, start: int) -> None:
             f"{refused}it does more than run its decoder layers in turn between its embedding, norm and head"
         )
     if not alike(in_parts):
-        what = "recurrent layers ignore their state" if model.kinds.recurrent else "layers compute otherwise"
+        fault = "recurrent layers ignore their state" if model.kinds.recurrent else "layers compute otherwise"
         raise UsageError(
-            f"{refused}in this version of transformers its {what} when several tokens are behind it in one"
+            f"{refused}in this version of transformers its {fault} when several tokens are behind it in one"
             " pass"
         )
