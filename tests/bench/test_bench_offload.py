@@ -251,7 +251,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("offload")
     places = (
         IN_PLACE,
-        Place("both", 2.0, (0.25, 0.25), drawn=True),
+        Place("both", 2.0, (0.25, 0.25), timeline=True),
         Place("over two links", 2.0, STREAMED, gpus=1),
     )
     case = dataclasses.replace(CASES["offload"], places=places, options=SMALL)
