@@ -72,7 +72,7 @@ class ExactTopKCache:
     def begin(self, new: NewTokens) -> None:
         self._full.transfer.flush()
         self.local.begin(new, 0)
-        self._new = new
+        self._new_tokens = new
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         full, length = self._full, self.verified_length
@@ -86,7 +86,7 @@ class ExactTopKCache:
         total = AttentionSum(full.backend, queries, len(keys), softmax.scale)
         for pages in runs:
             total.attend(PlainPages(pages.keys.to(full.device), pages.values.to(full.device)))
-        mask = folded_mask(full.backend, self._new.mask(0, keys), queries, len(keys))
+        mask = folded_mask(full.backend, self._new_tokens.mask(0, keys), queries, len(keys))
         total.attend(PlainPages.one(keys, values), mask)
         return total.result(softmax.sinks)
 

@@ -200,7 +200,7 @@ class BoundedCache(DerivedCache):
         self._pool = pool or BufferPool()
         self._mean_slots = mean_slots
         self._quantized_size = quantized
-        self._new: NewTokens | None = None
+        self._new_tokens: NewTokens | None = None
         self._attention: BufferAttention | None = None
         self.buffer = self._take_buffer()
 
@@ -232,7 +232,7 @@ class BoundedCache(DerivedCache):
 
     def begin(self, new: NewTokens) -> None:
         self.local.begin(new, len(self.speculative))
-        self._new = new
+        self._new_tokens = new
         self._attention = None
         self.buffer = self.buffer.with_capacity(self.end + new.count)
 
@@ -249,20 +249,20 @@ class BoundedCache(DerivedCache):
     @property
     def attention(self) -> BufferAttention:
         """The attention of the pass that was begun."""
-        if self._new is None:
+        if self._new_tokens is None:
             raise RuntimeError("attend without a pass: call begin first")
         if self._attention is None:
             counts = self.entries, len(self.speculative), self._means, self.unretrieved, self.quantized
-            self._attention = BufferAttention.behind(self.buffer, self.backend, self._new, *counts)
+            self._attention = BufferAttention.behind(self.buffer, self.backend, self._new_tokens, *counts)
         return self._attention
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         return self.attention.attend(layer, queries, keys, values, softmax)
 
     def commit(self, indices: Sequence[int]) -> None:
-        if self._new is None:
+        if self._new_tokens is None:
             raise RuntimeError("commit without a pass")
-        new, self._new = self._new, None
+        new, self._new_tokens = self._new_tokens, None
         self.local.commit(indices)
         end = self.end
         self._move([end + index for index in indices], end)

@@ -117,7 +117,7 @@ class KVBuffer:
 class BufferPool:
     """Buffers returned by closed sequences, for the next ones: graphs recorded over them stay valid."""
 
-    _free: list[KVBuffer] = field(default_factory=list)
+    _free_buffers: list[KVBuffer] = field(default_factory=list)
 
     def take(
         self,
@@ -131,7 +131,7 @@ class BufferPool:
         shape = (layout.layers, 2, layout.kv_heads, mean_slots + capacity, layout.head_dim)
         kind = quantized and quantized.shapes(layout)
         key = (mean_slots, shape, layout.dtype, device, kind)
-        buffer = next((free_buffer for free_buffer in self._free if free_buffer.kind == key), None)
+        buffer = next((free_buffer for free_buffer in self._free_buffers if free_buffer.kind == key), None)
         if buffer is None:
             self.drop_free()  # there may not be enough memory for both sizes
             with torch.inference_mode(False):  # otherwise it would be writable in that mode alone
@@ -139,19 +139,19 @@ class BufferPool:
                 packed = quantized and QuantizedKV.empty(layout, *quantized, device)
             buffer = KVBuffer(memory, mean_slots, quantized=packed)
         else:
-            self._free.remove(buffer)
+            self._free_buffers.remove(buffer)
         buffer.clear()  # which also touches its pages now, not in a decode step
         return buffer
 
     @property
     def free_bytes(self) -> int:
         """Bytes of the buffers that no sequence uses."""
-        return sum(buffer.nbytes for buffer in self._free)
+        return sum(buffer.nbytes for buffer in self._free_buffers)
 
     def give_back(self, buffer: KVBuffer) -> None:
         """Returns a buffer. Enqueued work may use it only in stream order before its next use."""
-        self._free.append(buffer)
+        self._free_buffers.append(buffer)
 
     def drop_free(self) -> None:
         """Frees the buffers that no sequence uses."""
-        self._free.clear()
+        self._free_buffers.clear()

@@ -84,7 +84,7 @@ class LocalState:
         # States after speculative entries without a child, by entry, and the history that they follow.
         self._states: dict[int, dict[int, RecurrentState]] = {}
         self._followed = self._own
-        self._new: NewTokens | None = None
+        self._new_tokens: NewTokens | None = None
         self._runs: list[_Run] = []
         self._ends: list[dict[int, RecurrentState]] = []
         self._masks: dict[tuple[int, ...], Tensor | None] = {}
@@ -131,7 +131,7 @@ class LocalState:
         if self._followed is not self.history:
             self._states.clear()  # they follow what was drafted; now the true states are known
             self._followed = self.history
-        self._new = new
+        self._new_tokens = new
         self._masks.clear()
         if self.layers.kinds.recurrent:
             self._runs = _runs(new.parents, behind)
@@ -142,7 +142,7 @@ class LocalState:
         if self._prefilled is not None:
             return self._read_window(layer, queries, keys, values, softmax)
         self.before_layer()
-        new, window = self._new, self.layers.kinds.kinds[layer].window
+        new, window = self._new_tokens, self.layers.kinds.kinds[layer].window
         assert new is not None and window is not None
         kv = torch.stack([keys, values])
         if self._parents:
@@ -167,15 +167,15 @@ class LocalState:
         return self._masks[window, past]
 
     def _past_mask(self, window: int, past: int, like: Tensor) -> Tensor | None:
-        assert self._new is not None
-        depths = self._new.depths
+        assert self._new_tokens is not None
+        depths = self._new_tokens.depths
         if past + max(depths) <= window:
             return None
         first = to_device([past + depth - window for depth in depths], self.layers.device)
         return _from_column(first, past, like)
 
     def _own_mask(self, window: int, like: Tensor) -> Tensor | None:
-        new, behind = self._new, len(self._parents)
+        new, behind = self._new_tokens, len(self._parents)
         assert new is not None
         depths = [*self._depths, *new.depths]
         if max(depths) <= window and new.sees_all(behind):
@@ -270,7 +270,7 @@ class LocalState:
 
     def commit(self, indices: Sequence[int]) -> None:
         """Makes these tokens of the pass speculative, in this order, and forgets the others."""
-        new, self._new = self._new, None
+        new, self._new_tokens = self._new_tokens, None
         if new is None:
             return
         behind = len(self._parents)
@@ -355,7 +355,7 @@ class LocalState:
         """Forgets all speculation."""
         self._rows, self._pending, self._states = {}, {}, {}
         self._parents, self._depths = [], []
-        self._new, self._runs, self._ends = None, [], []
+        self._new_tokens, self._runs, self._ends = None, [], []
         self._followed = self.history
 
 

@@ -109,24 +109,24 @@ class RetrievalRefresh:
         self._chunk = chunk
         self._layers = range(len(transfer.layers))
 
-        def chosen(layer: int) -> tuple[list[int], ChosenChunks]:
+        def choose_layer(layer: int) -> tuple[list[int], ChosenChunks]:
             chunks = choose(layer)
             numbers = chunks.host[0].tolist()
             return numbers[: bisect_left(numbers, NO_MORE)], chunks
 
-        self._chosen = [executor.submit(chosen, layer) for layer in self._layers]
+        self._choices = [executor.submit(choose_layer, layer) for layer in self._layers]
         self._layer = -1
         self._on_host = self._on_device = torch.empty(3, 0, dtype=torch.long)  # chunks of the layer
         self._numbers: list[int] = []
         self._recent = transfer.sequence.layout.kv_heads * (layout.length - layout.recent_start)
-        self._missing = 0  # entries of the layers so far
+        self._missing_entries = 0  # entries of the layers so far
         self._pending: deque[tuple[int, _Places, PendingCopy]] = deque()
         self._pending_bytes = 0
 
     @property
     def complete(self) -> bool:
         """True once every entry has been taken."""
-        return self._layer == self._layers[-1] and self._missing == 0
+        return self._layer == self._layers[-1] and self._missing_entries == 0
 
     def finish(self) -> None:
         """Writes entries that are still on their way to the buffer."""
@@ -136,7 +136,7 @@ class RetrievalRefresh:
 
     def close(self) -> None:
         """Stops choosing, after a pass that was abandoned. Idempotent."""
-        for future in [future for future in self._chosen if not future.cancel()]:
+        for future in [future for future in self._choices if not future.cancel()]:
             future.exception()  # waits for the layer that is being chosen
 
     def _write_pending(self, end: int) -> None:
@@ -206,8 +206,8 @@ class RetrievalRefresh:
         self._write_pending(layer - 1)
         self._quantize(layer - 2)
         self._layer = layer
-        self._numbers, (self._on_host, on_device) = self._chosen[layer].result()
-        self._missing += self._recent + len(self._numbers) * self._chunk
+        self._numbers, (self._on_host, on_device) = self._choices[layer].result()
+        self._missing_entries += self._recent + len(self._numbers) * self._chunk
         if on_device is None:
             on_device = self._on_host.to(self.buffer.memory.device, non_blocking=True)
         self._on_device = on_device
@@ -229,7 +229,7 @@ class RetrievalRefresh:
         numbers, heads, _ = (self._on_host if over_link else self._on_device)[:, chunks]
         page, number = (numbers - first) // per_page, (numbers - first) % per_page
         count = chunks.stop - chunks.start
-        self._missing -= count * chunk
+        self._missing_entries -= count * chunk
         _, *places = self._on_device[:, chunks]  # heads and slots
         shape = 2, count, chunk, self._transfer.sequence.layout.head_dim
         take = partial(pages.take_chunks, chunk, page, heads, number)
@@ -243,7 +243,7 @@ class RetrievalRefresh:
             return
         offset = layout.chosen_end - layout.quantized - layout.recent_start  # from positions to entries
         sides = pages.head_major(first - start, last - start)
-        self._missing -= (last - first) * pages.kv_heads
+        self._missing_entries -= (last - first) * pages.kv_heads
         places = slice(first + offset, last + offset)
         shape = (2, *sides[0].shape)
 

@@ -65,7 +65,7 @@ class ResidentTier(DeviceTier):
         begin, stop = start + self.tokens, min(start + self._capacity, length // page * page)
         if begin >= stop:
             return
-        added = [list(self._placed(layer, begin, stop)) for layer in range(self._layout.layers)]
+        added = [list(self._fitting_runs(layer, begin, stop)) for layer in range(self._layout.layers)]
         # The ranges are the same in every layer, so the one with least room for them decides.
         stop = min(runs[-1].stop if runs else begin for runs in added)
         added = [_cut(runs, stop) for runs in added]
@@ -78,7 +78,7 @@ class ResidentTier(DeviceTier):
             mine += runs
         self.tokens = stop - start
 
-    def _placed(self, layer: int, start: int, stop: int) -> Iterator[_Run]:
+    def _fitting_runs(self, layer: int, start: int, stop: int) -> Iterator[_Run]:
         """Yields the runs of so many pages behind those that the layer has, as far as there is room."""
         layout = self._layout
         room = self._capacity // layout.page_size * self._page_bytes(self._packed)

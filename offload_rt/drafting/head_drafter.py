@@ -42,16 +42,16 @@ class HeadStates:
         self.verified_length = state.length
         self.states = state.hidden[None]
         self.pending = self.states[:0]
-        self._new = NewTokens((), (), ())
+        self._new_tokens = NewTokens((), (), ())
 
     def begin(self, new: NewTokens) -> None:
-        self._new = new
+        self._new_tokens = new
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         raise RuntimeError("a head has no attention")
 
     def commit(self, indices: Sequence[int]) -> None:
-        self._new.commit_to(self.speculative, indices)
+        self._new_tokens.commit_to(self.speculative, indices)
         self.states = torch.cat([self.states, self.pending[to_device(indices, self.states.device)]])
 
     def keep(self, entries: Sequence[int]) -> None:

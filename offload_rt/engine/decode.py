@@ -27,8 +27,8 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
     started = clock.now()
 
     shape = controller.shape(sequence.room - 1)
-    proposal = sequence.ready or verifier.drafter.proposal(view, shape)
-    sequence.ready, resumed = None, _depth(proposal.draft())
+    proposal = sequence.next_proposal or verifier.drafter.proposal(view, shape)
+    sequence.next_proposal, resumed = None, _depth(proposal.draft())
     with sequence.timeline.span("draft", "draft"):
         draft = yield from proposal.complete()
     draft_end = clock.now()
@@ -45,7 +45,7 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
 
     pass_end = clock.now()
     round = yield from verifier.verdict(view, draft, verification.input, output)
-    sequence.ready = ahead.get(tuple(round.tokens))
+    sequence.next_proposal = ahead.get(tuple(round.tokens))
     verifier.stats.ms += running.ms / running.sequences
     end = clock.now()
     times = RoundTimes(
@@ -55,7 +55,7 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
         pass_ms=running.ms,
         ahead_ms=1e3 * (ahead_end - draft_end) if ahead else 0.0,
         verdict_ms=1e3 * (end - pass_end),
-        guessed=sequence.ready is not None if ahead else None,
+        guessed=sequence.next_proposal is not None if ahead else None,
         depth=shape.depth,
         proposed=round.proposed,
         accepted=round.accepted,

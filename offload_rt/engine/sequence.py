@@ -59,7 +59,7 @@ class TokenSequence:
         tokens: token IDs of the prompt, and those that were generated after them.
         start: number of tokens when the newest continuation began.
         verifier: the composition; the target over its full cache.
-        ready: a draft that was made ahead for the sequence as it is now; None: there is none.
+        next_proposal: a draft that was made ahead for the sequence as it is now; None: there is none.
         rounds: times of the rounds so far.
         prefill_tokens: tokens that were prefilled since the previous continuation.
         prefill_ms: time of that prefill and of filling the caches of drafting levels.
@@ -84,7 +84,7 @@ class TokenSequence:
         self.prefill_tokens = 0
         self.prefill_ms = 0.0
         self.timeline = shared.timeline
-        self.ready: Proposal | None = None
+        self.next_proposal: Proposal | None = None
         self.rounds: list[RoundTimes] = []
         self._shared = shared
         self.target = target
@@ -160,7 +160,7 @@ class TokenSequence:
             # Which random numbers are drawn depends on how much is drafted, and a seed repeats its tokens.
             clock=continuation.sampling.sampler.greedy,
         )
-        self.ready = None
+        self.next_proposal = None
         self.rounds = []
         self._ended = False
 

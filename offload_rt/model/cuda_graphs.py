@@ -146,7 +146,7 @@ def recorded(
 class _BufferGraphs:
     """The passes seen and recorded over one buffer."""
 
-    seen: Counter[_Key] = field(default_factory=Counter)
+    passes: Counter[_Key] = field(default_factory=Counter)
     graphs: OrderedDict[_Key, Pass] = field(default_factory=OrderedDict)
 
 
@@ -209,8 +209,8 @@ class GraphedModel(CausalModel):
         numbers = torch.cat([pass_input.ids(self.device), numbers])
         recordings = self._of_buffer.setdefault(cache.buffer, _BufferGraphs())
         key = (pass_input.new.count, order, self._rotary)
-        recordings.seen[key] += 1
-        if key in recordings.graphs or (recordings.seen[key] > self.RARE and not self.pass_running()):
+        recordings.passes[key] += 1
+        if key in recordings.graphs or (recordings.passes[key] > self.RARE and not self.pass_running()):
             graph = self._graph(cache.buffer, cache.backend, key, numbers)
             if graph is not None:
                 return [graph(numbers, pass_input)]

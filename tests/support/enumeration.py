@@ -278,7 +278,7 @@ class Text(TokenSequence):
             clock=clock,
         )
         self.controller.observe = lambda *given: None
-        self.ready, self.rounds, self._ended = None, [], False
+        self.next_proposal, self.rounds, self._ended = None, [], False
         self._continuation = Continuation(verifier.sampling, max_tokens)
         self.take_prompt()
 
@@ -288,7 +288,7 @@ class Text(TokenSequence):
 
     def state(self) -> Hashable:
         """All that the rest of the run depends on, beside its draws."""
-        return (tuple(self.tokens), self._ended, _frozen(self.verifier), _frozen(self.ready))
+        return (tuple(self.tokens), self._ended, _frozen(self.verifier), _frozen(self.next_proposal))
 
 
 def _frozen(value: Any) -> Hashable:
