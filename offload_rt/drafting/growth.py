@@ -22,7 +22,7 @@ from offload_rt.drafting.base import DraftAhead, Outcome, Proposal, TokenView
 from offload_rt.drafting.outcomes import LIKELY, chain_outcomes, doubt_scale
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.model.passes import PassOutput
-from offload_rt.model.work import Read, Work
+from offload_rt.model.work import CopyToHost, Work
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.sampler import choices
 from offload_rt.sampling.tokens import Tokens
@@ -218,7 +218,7 @@ class Growth(Proposal, ABC):
     def _arrive(self, tokens: Tokens, also: Sequence[Tensor] = ()) -> Work[list[Tensor]]:
         """Brings tokens that were drawn to the host, and other results in the same read."""
         pending = tokens.pending()
-        copies = yield Read([*pending, *also], self._verifier.stats)
+        copies = yield CopyToHost([*pending, *also], self._verifier.stats)
         tokens.arrive(copies[: len(pending)])
         return list(copies[len(pending) :])
 

@@ -9,7 +9,7 @@ import torch
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.sources import Source
-from offload_rt.model.work import LevelStats, Read, Work
+from offload_rt.model.work import CopyToHost, LevelStats, Work
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import ROOT, Tree
@@ -90,7 +90,7 @@ class MergedProposal(Proposal):
         if not len(chain):
             return draft
         # What is there already is not proposed twice, so the host must know it.
-        draft.tokens.arrive((yield Read(draft.tokens.pending(), self._source.stats)))
+        draft.tokens.arrive((yield CopyToHost(draft.tokens.pending(), self._source.stats)))
         return joined(draft, chain.tokens.known)
 
     def draft(self) -> Draft:

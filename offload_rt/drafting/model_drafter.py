@@ -20,7 +20,7 @@ from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Rou
 from offload_rt.drafting.growth import BestFirst, LevelGrowth, OutcomeForest
 from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.model.work import Read, Work
+from offload_rt.model.work import CopyToHost, Work
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import forest
@@ -117,7 +117,7 @@ class SmallModelDrafter(ModelDrafter):
         """Takes tokens of the sequence into the cache, for good, without sampling."""
         forward = self.forward(range(-1, len(tokens) - 1), tokens, rows=1, first=True)
         output = yield forward
-        (nan,) = yield Read([output.logits.isnan().any()], self.stats)
+        (nan,) = yield CopyToHost([output.logits.isnan().any()], self.stats)
         if nan:
             self.model.raise_nan(forward.input)
         self.cache.commit(range(len(tokens)))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload_rt.drafting.base import Outcome
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.model.work import Read, Work
+from offload_rt.model.work import CopyToHost, Work
 from offload_rt.sampling.sampler import Sampler
 from offload_rt.system.device_copies import to_device
 
@@ -38,7 +38,7 @@ def chain_outcomes(
     probs = LIKELY.probs(logits) if sampler.greedy else sampler.probs(logits)
     best = probs.topk(min(2, probs.shape[-1]), dim=-1)
     chances = probs[:-1].gather(1, to_device(tokens, probs.device)[:, None])[:, 0]
-    copies = yield Read([chances, best.indices, best.values], drafter.stats)
+    copies = yield CopyToHost([chances, best.indices, best.values], drafter.stats)
     sure, rivals, shares = (values.tolist() for values in copies)
     doubts = [max(1.0 - p, 1e-6) for p in sure]
     scale = doubt_scale(doubts, acceptance)

@@ -15,7 +15,7 @@ from offload_rt.drafting.base import Drafter, Round, TokenView
 from offload_rt.drafting.logits import Grammar, LogitsProcessor
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
-from offload_rt.model.work import Forward, LevelStats, Model, Read, Work
+from offload_rt.model.work import CopyToHost, Forward, LevelStats, Model, Work
 from offload_rt.sampling.rejection import Draft, Verdict, verify, verify_greedy
 from offload_rt.sampling.sampler import Draws, Sampler, choices
 from offload_rt.sampling.tokens import Tokens
@@ -161,7 +161,7 @@ class Verifier:
         probs = None if sampler.greedy else sampler.probs(processed)
         verdict, probe = self.rule(draft, processed, probs, self.sampling.draws)
         # One of the probed values is NaN exactly if any logit is.
-        row, token, nan, *copies = yield Read(
+        row, token, nan, *copies = yield CopyToHost(
             [verdict.row, verdict.token, probe.isnan().any(), *draft.tokens.pending()], self.stats
         )
         draft.tokens.arrive(copies)

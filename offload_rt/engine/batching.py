@@ -2,7 +2,7 @@
 
 The work of a sequence (propose, verify, draft ahead) is a generator that yields requests: for a pass of a
 model, for results on the host, for a pass in the background. `BatchRunner` advances any number of them in
-step: requests for passes of one model become one pass, and all reads become one wait of the host. So the code
+step: requests for passes of one model become one pass, and all copies to the host one wait of it. So the code
 of a sequence is written as if it were alone, and a batch needs no code of its own.
 """
 
@@ -23,11 +23,11 @@ from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.work import (
     AwaitPass,
     BackgroundPass,
+    CopyToHost,
     Forward,
     Model,
     Outputs,
     Passed,
-    Read,
     Request,
     StartPass,
     T,
@@ -119,10 +119,10 @@ class BatchRunner(Generic[T]):
         try:
             self._answer(dict.fromkeys(range(len(self._works))))
             while self._requests:
-                forwards, reads = self._of(Forward), self._of(Read)
-                if forwards or reads:
+                forwards, copies = self._of(Forward), self._of(CopyToHost)
+                if forwards or copies:
                     self._forward(forwards)
-                    self._copy_to_host(reads)
+                    self._copy_to_host(copies)
                 elif begins := self._of(StartPass):
                     # All sequences that verify in this step have arrived here: they share one pass.
                     self._begin(begins)
@@ -171,7 +171,7 @@ class BatchRunner(Generic[T]):
                 {number: output.error or output for number, output in zip(group, outputs, strict=True)}
             )
 
-    def _copy_to_host(self, requests: dict[int, Read]) -> None:
+    def _copy_to_host(self, requests: dict[int, CopyToHost]) -> None:
         if not requests:
             return
         started = clock.now()

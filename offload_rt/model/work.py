@@ -61,7 +61,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Read:
+class CopyToHost:
     """Requests tensors on the host; the answer is a list of them."""
 
     tensors: Sequence[Tensor]
@@ -118,7 +118,7 @@ class BackgroundPass:
         return 1e3 * (ended - self.started)
 
 
-Request = Forward | Read | StartPass | AwaitPass
+Request = Forward | CopyToHost | StartPass | AwaitPass
 
 
 Work = Generator[Request, Any, T]

@@ -25,7 +25,7 @@ from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import decode
 from offload_rt.engine.batching import BatchRunner, run_alone
-from offload_rt.model.work import LevelStats, Read
+from offload_rt.model.work import CopyToHost, LevelStats
 from offload_rt.sampling.sampler import Sampler
 
 PROMPT = [3, 1, 4, 1, 2]
@@ -169,7 +169,7 @@ def test_chains_for_several_outcomes_are_drawn_together(depth: int, monkeypatch:
         for outcome, proposal in ahead.items():
             found = proposal.draft().tokens.known
             alone = yield from drafter.proposal(view.extended(outcome), CHAIN.deep(depth)).complete()
-            alone.tokens.arrive((yield Read(alone.tokens.pending(), drafter.stats)))
+            alone.tokens.arrive((yield CopyToHost(alone.tokens.pending(), drafter.stats)))
             made.append((found, alone.tokens.known))
         assert drawn == ((depth, len(ahead)),)
         assert together == depth + 1, "one more, to know the outcomes"
