@@ -40,32 +40,32 @@ def generate_batch(
     """
     params_of = _one_each(params, len(prompts))
     engine = llm.engine
-    checked, checked_params, sizes = list[list[int]](), list[SamplingParams](), list[tuple[int, int]]()
+    token_lists, checked_params, sizes = list[list[int]](), list[SamplingParams](), list[tuple[int, int]]()
     for at, prompt in enumerate(prompts):
         with _named(at):
             checked_params.append(llm.checked_params(params_of[at], changes).seeded())
-            checked.append(llm.prompt_ids(prompt))
-            sizes.append((len(checked[at]), checked_params[at].max_tokens))
+            token_lists.append(llm.prompt_ids(prompt))
+            sizes.append((len(token_lists[at]), checked_params[at].max_tokens))
             check_positions(engine.target, *sizes[at])
     with engine.lock, ExitStack() as closing:
-        engine.check_room(sizes, 0 if engine.target.kinds.local else _shared_tokens(checked, engine))
-        opened: dict[int, OutputProcessor] = {}
+        engine.check_room(sizes, 0 if engine.target.kinds.local else _shared_tokens(token_lists, engine))
+        outputs_by_number: dict[int, OutputProcessor] = {}
         prefixes: list[KVPrefix] = []  # of the prompts that were opened, whose beginnings the others share
         # The shortest first, so that the rest of its share of a GPU's memory is left to the longer ones.
         for at in sorted(range(len(sizes)), key=lambda at: sum(sizes[at])):
-            remaining = len(sizes) - len(opened)
+            remaining = len(sizes) - len(outputs_by_number)
             runner = engine.target.for_length(*sizes[at])
-            best = _longest(prefixes, checked[at], runner)
+            best = _longest(prefixes, token_lists[at], runner)
             with _named(at):
                 sequence = engine.open(
-                    checked[at], checked_params[at].max_tokens, sequences=remaining, prefix=best
+                    token_lists[at], checked_params[at].max_tokens, sequences=remaining, prefix=best
                 )
             closing.callback(engine.close_sequence, sequence)
             if remaining > 1:
                 prefixes.append(closing.enter_context(engine.snapshot(sequence)))
-            engine.begin(sequence, sequence.plan, llm.continuation(checked_params[at], checked[at]))
-            opened[at] = llm.output(sequence, checked_params[at], 0)
-        outputs = [opened[at] for at in range(len(sizes))]
+            engine.begin(sequence, sequence.plan, llm.continuation(checked_params[at], token_lists[at]))
+            outputs_by_number[at] = llm.output(sequence, checked_params[at], 0)
+        outputs = [outputs_by_number[at] for at in range(len(sizes))]
         finish(engine, outputs)
         return [output.result() for output in outputs]
 
@@ -97,10 +97,10 @@ def continue_batch(
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     """Returns the parameters of each member of a batch."""
-    each = list(params) if isinstance(params, Sequence) else [params] * count
-    if len(each) != count:
-        raise UsageError(f"{count} prompts but {len(each)} parameters: give one for each")
-    return each
+    params_of = list(params) if isinstance(params, Sequence) else [params] * count
+    if len(params_of) != count:
+        raise UsageError(f"{count} prompts but {len(params_of)} parameters: give one for each")
+    return params_of
 
 
 def _longest(prefixes: Sequence[KVPrefix], tokens: list[int], target: CausalModel) -> KVPrefix | None:

@@ -87,7 +87,7 @@ def open_models(
     """
     rope = Yarn.parse(rope) if isinstance(rope, str) else rope
     configs = load_configs(config, overrides)  # what is cheap to check comes first
-    place, *others = devices = choose_devices(device)
+    place, *other_devices = devices = choose_devices(device)
     source, name = model_source(model), model_name(model)
     torch_dtype = choose_dtype(dtype, place, model_config(source).dtype)
     if draft is None and (model is None or str(model) == DEMO):
@@ -100,23 +100,23 @@ def open_models(
     if small_source is not None:
         check_same_tokens(tokenizer, name, load_tokenizer(small_source), str(draft))
     quantization = installed_quantization(model_config(source, rope), name, quantize)
-    planned, notices = None, [quantization.notice] if quantization and quantization.notice else []
-    if size_hint is not None or others or str(draft) == AUTO:
+    plan, notices = None, [quantization.notice] if quantization and quantization.notice else []
+    if size_hint is not None or other_devices or str(draft) == AUTO:
         shape = find_shape(name, None if torch_dtype is None else ElementType.of(torch_dtype), rope, quantize)
         planning = partial(_plan, shape, configs, devices, size_hint, on_progress)
         if str(draft) == AUTO:
-            local_draft, planned, note = choose_draft(local_drafts(shape, source, tokenizer), planning)
+            local_draft, plan, note = choose_draft(local_drafts(shape, source, tokenizer), planning)
             draft, small_source = (
                 (local_draft.name, local_draft.folder) if local_draft is not None else (None, None)
             )
             notices.append(note)
         else:
-            planned = planning(None if draft is None else find_shape(str(draft), None))
+            plan = planning(None if draft is None else find_shape(str(draft), None))
         if size_hint is not None and on_plan is not None:
             checked_config(source, rope, quantize)  # first, as files that `load_model` refuses will not run
-            on_plan(planned)
-    mlps = planned.memory.remote_mlps if planned is not None else 0
-    remote_mlps = (others[0], mlps) if mlps else None
+            on_plan(plan)
+    mlps = plan.memory.remote_mlps if plan is not None else 0
+    remote_mlps = (other_devices[0], mlps) if mlps else None
     target = load_model(
         source, place, torch_dtype, on_progress, remote_mlps=remote_mlps, rope=rope, quantize=quantize
     )
@@ -125,9 +125,9 @@ def open_models(
         small = load_model(small_source, place, target.dtype, on_progress, "load draft"), str(draft)
     if place.type == "cuda" and device in DEVICES and torch.cuda.device_count() > 1:
         notices.append("another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too")
-    links = [CudaLink(device) for device in others]
-    plan = None if size_hint is None else planned
-    return Opened((target, name), small, tokenizer, configs, links, plan, tuple(notices))
+    links = [CudaLink(device) for device in other_devices]
+    plan_of_hint = None if size_hint is None else plan
+    return Opened((target, name), small, tokenizer, configs, links, plan_of_hint, tuple(notices))
 
 
 def _plan(

@@ -18,7 +18,7 @@ class _Run:
 
     start: int
     stop: int
-    at: int
+    offset: int
     packed: bool
 
     def until(self, stop: int) -> _Run:
@@ -102,7 +102,9 @@ class ResidentTier(DeviceTier):
         if not runs:
             return 0
         last = runs[-1]
-        return last.at + (last.stop - last.start) // self._layout.page_size * self._page_bytes(last.packed)
+        return last.offset + (last.stop - last.start) // self._layout.page_size * self._page_bytes(
+            last.packed
+        )
 
     def _make_room(self, size: int) -> None:
         """Makes room for so many bytes of each layer; what is there stays."""
@@ -115,7 +117,7 @@ class ResidentTier(DeviceTier):
             self._memory = memory
 
     def _memory_of(self, layer: int, run: _Run) -> Tensor:
-        return self._memory[layer, run.at : self._end([run])]
+        return self._memory[layer, run.offset : self._end([run])]
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens from position `length` on, in whole pages.

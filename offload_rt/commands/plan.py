@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     from offload_rt.model.dtypes import choose_element
     from offload_rt.planning.planner import ranked, requests_for, unquantized_experts
 
-    target, tokens, stretched = _target(arguments)
+    target, tokens, context_note = _target(arguments)
     hardware = named or _hardware(arguments)
     context, new_tokens = _sizes(tokens, arguments.new_tokens)
     dtype = choose_element(arguments.dtype, bool(hardware.gpus), target.dtype)
@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     notes += unquantized_experts(planned.request)
     if target.ignored and context > DUAL_CHUNK_TOKENS:
         notes.append(target.ignored)
-    notes += filter(None, (stretched, draft_note))
+    notes += filter(None, (context_note, draft_note))
     lines = [f"note       {note}" for note in notes]
     if len(configs) == 1 and small is not None and len(planned.request.levels) > 1:
         ms = planned_with(None)[0].ms_per_token

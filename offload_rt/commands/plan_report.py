@@ -38,8 +38,8 @@ def lines(plans: Sequence[Plan], notes: Sequence[str], verbose: bool) -> Iterato
 
 def to_json(plans: Sequence[Plan]) -> dict[str, object]:
     """Returns the first of `ranked` plans as JSON values, with its inputs and the alternatives to it."""
-    planned, *rest = plans
-    request = planned.request
+    plan, *rest = plans
+    request = plan.request
     inputs = {
         "model": _model(request.target),
         "draft": _model(request.draft) if request.draft is not None else None,
@@ -59,7 +59,7 @@ def to_json(plans: Sequence[Plan]) -> dict[str, object]:
         for plan in rest
     ]
     origin = {"version": offload_rt.__version__, "inputs": inputs}
-    return origin | planned.to_json() | {"alternatives": alternatives}
+    return origin | plan.to_json() | {"alternatives": alternatives}
 
 
 def _model(shape: ModelShape) -> dict[str, object]:

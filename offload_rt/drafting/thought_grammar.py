@@ -29,7 +29,7 @@ def thoughts_first(
         budget: most tokens of thoughts.
         ends: tokens that end the text.
     """
-    opened, form = marks.ends_with(prompt, marks.format.opened), marks.format
+    opened, form = marks.ends_with(prompt, marks.format.opening_mark), marks.format
     if not (opened or marks.come_first(prompt)):
         return grammar
     closing = marks.encoded(form.closing)

@@ -213,7 +213,7 @@ class BatchRunner(Generic[T]):
     def _finish(self, requests: dict[int, AwaitPass]) -> None:
         for number, request in requests.items():
             try:
-                outputs, _ = request.running.passed.result()
+                outputs, _ = request.running.future.result()
             except Exception as error:
                 self._answer({number: error})
             else:

@@ -28,7 +28,7 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
 
     shape = controller.shape(sequence.room - 1)
     proposal = sequence.next_proposal or verifier.drafter.proposal(view, shape)
-    sequence.next_proposal, resumed = None, _depth(proposal.draft())
+    sequence.next_proposal, resumed_depth = None, _depth(proposal.draft())
     with sequence.timeline.span("draft", "draft"):
         draft = yield from proposal.complete()
     draft_end = clock.now()
@@ -39,13 +39,13 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
     verification = verifier.verification(view, draft)
     running: BackgroundPass = yield StartPass(verification, sequence.full)
 
-    ahead, drawn_ahead = yield from draft_ahead(sequence, proposal, running, outcomes)
+    proposals, drawn_ahead = yield from draft_ahead(sequence, proposal, running, outcomes)
     ahead_end = clock.now()
     output = yield AwaitPass(running)
 
     pass_end = clock.now()
     round = yield from verifier.verdict(view, draft, verification.input, output)
-    sequence.next_proposal = ahead.get(tuple(round.tokens))
+    sequence.next_proposal = proposals.get(tuple(round.tokens))
     verifier.stats.ms += running.ms / running.sequences
     end = clock.now()
     times = RoundTimes(
@@ -53,13 +53,13 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
         ms=1e3 * (end - started),
         draft_ms=1e3 * (draft_end - started),
         pass_ms=running.ms,
-        ahead_ms=1e3 * (ahead_end - draft_end) if ahead else 0.0,
+        ahead_ms=1e3 * (ahead_end - draft_end) if proposals else 0.0,
         verdict_ms=1e3 * (end - pass_end),
-        guessed=sequence.next_proposal is not None if ahead else None,
+        guessed=sequence.next_proposal is not None if proposals else None,
         depth=shape.depth,
         proposed=round.proposed,
         accepted=round.accepted,
-        drawn_levels=_depth(draft) - resumed,
+        drawn_levels=_depth(draft) - resumed_depth,
         drawn_ahead=drawn_ahead,
     )
     sequence.extend(round, times)

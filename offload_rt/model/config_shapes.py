@@ -79,7 +79,7 @@ def shape_of(
     mlps = [getattr(layer, "mlp", None) for layer in model.model.layers]
     experts = [getattr(mlp, "experts", None) for mlp in mlps]
     # transformers builds a model in a floating-point type of torch alone.
-    own = text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32
+    own_dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32
     quantized: dict[str, Any] = {}
     if quantization is not None:
         weights = (
@@ -116,5 +116,5 @@ def shape_of(
         ),
         quantization=quantization,
         **quantized,
-        dtype=dtype or ElementType.of(own),
+        dtype=dtype or ElementType.of(own_dtype),
     )

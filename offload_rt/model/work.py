@@ -96,25 +96,25 @@ class BackgroundPass:
     """A pass in the background, of one or several sequences.
 
     Attributes:
-        passed: its outputs.
+        future: its outputs.
         number: number of this sequence in the batch.
         sequences: number of sequences in the pass.
         started: seconds of `clock.now`.
     """
 
-    passed: Future[Passed]
+    future: Future[Passed]
     number: int
     sequences: int
     started: float
 
     @property
     def done(self) -> bool:
-        return self.passed.done()
+        return self.future.done()
 
     @property
     def ms(self) -> float:
         """Duration in ms; waits for the end of the pass."""
-        _, ended = self.passed.result()
+        _, ended = self.future.result()
         return 1e3 * (ended - self.started)
 
 

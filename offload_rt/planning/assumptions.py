@@ -86,9 +86,9 @@ def predictions(
         plain_ms: ms per token without speculation.
     """
     for key in ("store.segment_bytes", "prefill.chunk", "retrieval.rest", "retrieval.budget"):
-        configured, planned = request.config.value(key), fitting.config.value(key)
-        if planned < configured:
-            yield f"{key} is {shown(planned)} instead of {shown(configured)}, which does not fit"
+        configured, value = request.config.value(key), fitting.config.value(key)
+        if value < configured:
+            yield f"{key} is {shown(value)} instead of {shown(configured)}, which does not fit"
     if absent := {level.name for level in request.config.speculation.levels} - {
         level.name for level in request.levels
     }:
@@ -103,9 +103,9 @@ def predictions(
             f"{exchanges} exchanges of {EXCHANGE_MS:.2f} ms, and is no CUDA graph"
         )
     rates = ", ".join(f"{level.name} {level.acceptance(fitting):.2f}" for level in fitting.levels)
-    shape, configured = best.verification.drafted, fitting.speculation.shapes[-1]
-    planned = fitting.config.speculation.gamma2 and shape.kind == configured.kind
-    source = "as given" if planned else f"chosen from 1 to {max(DRAFT_LENGTHS)}"
+    shape, configured = best.verification.shape, fitting.speculation.shapes[-1]
+    fixed = fitting.config.speculation.gamma2 and shape.kind == configured.kind
+    source = "as given" if fixed else f"chosen from 1 to {max(DRAFT_LENGTHS)}"
     if configured.kind not in ("auto", shape.kind):
         yield f"a chain is drafted instead of {configured}: recurrent states follow one path of tokens"
     drafted = f"gamma2 {shape.depth} ({source}), so that a round of 1 + α + … + α^γ"

@@ -63,7 +63,7 @@ class PassTime:
     """Times in ms of one pass over the full cache by lane; without a GPU the processor's is the only lane."""
 
     placement: Placement
-    drafted: DraftShape  # the draft that the pass verifies
+    shape: DraftShape  # the draft that the pass verifies
     dense: Cost  # the processor's work besides attention over the context
     attention: float  # of that processor, over its share of the context
     link: float = 0.0  # until the last streamed segment is attended
@@ -75,7 +75,7 @@ class PassTime:
     @property
     def gamma(self) -> int:
         """Tokens of the draft."""
-        return self.drafted.size
+        return self.shape.size
 
     @property
     def processor(self) -> float:
@@ -243,13 +243,13 @@ class CostModel:
         """Returns the cost of a target pass of `queries` tokens, without attention over the context."""
         return self.pass_cost(self.target, queries)
 
-    def verification(self, placement: Placement, drafted: DraftShape) -> PassTime:
+    def verification(self, placement: Placement, shape: DraftShape) -> PassTime:
         """Returns the times of a pass over the full cache that verifies a draft."""
-        target, host, gpus, queries = self.target, self.host, self.request.hardware.gpus, drafted.size + 1
+        target, host, gpus, queries = self.target, self.host, self.request.hardware.gpus, shape.size + 1
         dense = self.dense(queries) + Cost(launch_ms=self._segment_launches(placement, queries))
         if self.request.in_place:
             attending = self._store_attention(self.request.context, queries)
-            return PassTime(placement, drafted, dense, attending)
+            return PassTime(placement, shape, dense, attending)
         link = cpu = other_gpus = memory = ahead = 0.0
         share, exchanges = self.request.store_layout.stored_share, target.paged_layers * EXCHANGE_MS
         streamed = placement.streamed_bytes * share
@@ -275,7 +275,7 @@ class CostModel:
         tokens = placement.resident_tokens + placement.streamed_tokens
         packed = placement.streamed_tokens + placement.packed * placement.resident_tokens
         own = self._tier_attention(gpus[0], tokens, packed, queries)
-        return PassTime(placement, drafted, dense, own, link, cpu, other_gpus, memory, ahead)
+        return PassTime(placement, shape, dense, own, link, cpu, other_gpus, memory, ahead)
 
     def _segment_launches(self, placement: Placement, queries: int) -> float:
         """Returns the time in ms to launch attention over the segments that a pass streams.
@@ -355,20 +355,20 @@ class CostModel:
 
         The likeliest verdicts of that pass are drafted for, as many as make the round shortest.
         """
-        request, drafted = self.request, verification.drafted
-        tokens = drafted.expected_tokens((request.acceptance, *LATER_CHOICES))
+        request, shape = self.request, verification.shape
+        tokens = shape.expected_tokens((request.acceptance, *LATER_CHOICES))
         between = self.processor.verdict_ms if isinstance(self.processor, Gpu) else 0.0
         late = ms = verification.after(draft.ms) + draft.ms
         busy = self.busy_ms(verification)
         chances: tuple[float, ...] = ()
         # What may follow a tree is not guessed.
-        guessed = drafted.depth and drafted.kind == "chain" and request.levels[-1].guesses
+        guessed = shape.depth and shape.kind == "chain" and request.levels[-1].guesses
         limit = self.config.offload.ahead if guessed and not request.in_place else 0
-        likely = outcome_chances(request.acceptance, drafted.depth)
+        likely = outcome_chances(request.acceptance, shape.depth)
         for count in range(1, 1 + limit):
             guesses = likely[:count]
             sooner = late
-            for chance, ready_ms in zip(guesses, self.ahead_ms(drafted, count), strict=False):
+            for chance, ready_ms in zip(guesses, self.ahead_ms(shape, count), strict=False):
                 sooner -= chance * max(0.0, late - max(verification.ms, busy + ready_ms))
             if sooner < ms:
                 chances, ms = guesses, sooner

@@ -129,7 +129,7 @@ class ChatTemplate:
         self._marks = ThoughtMarks(tokenizer)
         self._source = self._chosen(tokenizer.chat_template)
         form = self._marks.format
-        self._control = ControlTokens(tokenizer, self._source, (form.opened, form.closed))
+        self._control = ControlTokens(tokenizer, self._source, (form.opening_mark, form.closing_mark))
 
     def _chosen(self, templates: str | dict[str, str]) -> str:
         """Returns the source of the default template, or of the first one for chats without tools."""

@@ -79,7 +79,7 @@ def marked_contents(
     marked, marks = list[Mapping[str, Any]](), dict[int, _Mark]()
     for number, (message, text) in enumerate(zip(messages, texts, strict=True)):
         before, closed, spoken = (
-            text.rpartition(THINK.closed) if message["role"] == "assistant" else ("", "", text)
+            text.rpartition(THINK.closing_mark) if message["role"] == "assistant" else ("", "", text)
         )
         if core := spoken.strip():
             # What a system message says may be a switch that the template takes out (/no_think).

@@ -22,33 +22,33 @@ class ThoughtFormat:
     """The marks that a family of models writes around its thoughts.
 
     Attributes:
-        opened: begins thoughts, at the beginning of a text only.
-        closed: ends them.
+        opening_mark: begins thoughts, at the beginning of a text only.
+        closing_mark: ends them.
         answer: marks that begin and end the answer; empty where it has none.
         channels: thoughts and answers are messages of channels, each with a header that names the channel.
     """
 
-    opened: str
-    closed: str
+    opening_mark: str
+    closing_mark: str
     answer: tuple[str, ...] = ()
     channels: bool = False
 
     @property
     def telling(self) -> tuple[str, ...]:
         """The marks by which the format is recognised: `END` is in other templates too."""
-        return (CHANNEL + "analysis",) if self.channels else (self.opened, self.closed)
+        return (CHANNEL + "analysis",) if self.channels else (self.opening_mark, self.closing_mark)
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks."""
         if self.channels:
             return CHANNEL, MESSAGE, START, END
-        return self.opened, self.closed, *self.answer
+        return self.opening_mark, self.closing_mark, *self.answer
 
     @property
     def closing(self) -> str:
         """What a model writes between its thoughts and its answer."""
-        return self.closed + "".join(self.answer[:1])
+        return self.closing_mark + "".join(self.answer[:1])
 
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
@@ -120,12 +120,12 @@ class ThoughtMarks:
         """Returns whether thoughts must come first after a prompt, and then end with a token of their own."""
         if self.format.channels:
             return self.ends_with(prompt, f"{START}assistant")
-        opened = self.ends_with(prompt, self.format.opened)
-        return opened and self.token(self.format.closed) is not None
+        opened = self.ends_with(prompt, self.format.opening_mark)
+        return opened and self.token(self.format.closing_mark) is not None
 
     def splitter(self, prompt: Sequence[int]) -> ThoughtSplitter:
         """Returns the splitter of the text behind a prompt, which may have opened thoughts."""
-        return ThoughtSplitter(self.ends_with(prompt, self.format.opened), self.format)
+        return ThoughtSplitter(self.ends_with(prompt, self.format.opening_mark), self.format)
 
 
 class Part(Enum):
@@ -190,7 +190,11 @@ class ThoughtSplitter:
             return (CHANNEL, START, END, *((MESSAGE,) if self._part is Part.HEADER else ()))
         if self._part is Part.ANSWER:
             return form.answer
-        return (*((form.opened,) if self._part is Part.BEGINNING else ()), form.closed, *form.answer)
+        return (
+            *((form.opening_mark,) if self._part is Part.BEGINNING else ()),
+            form.closing_mark,
+            *form.answer,
+        )
 
     def _enter(self, mark: str) -> None:
         """Begins the part that follows a mark."""
@@ -202,7 +206,7 @@ class ThoughtSplitter:
         elif self._form.channels:
             self._part = Part.NOTHING
         else:
-            self._part = Part.THOUGHTS if mark == self._form.opened else Part.ANSWER
+            self._part = Part.THOUGHTS if mark == self._form.opening_mark else Part.ANSWER
 
     def _take(self, text: str, shown: dict[Part, str]) -> None:
         if self._part is Part.HEADER:
@@ -243,12 +247,12 @@ class ReadableThoughts:
     def _written(self, thought: str, answer: str) -> str:
         text = ""
         if thought:
-            text = f"{THINK.opened}\n" if self._part is Part.BEGINNING else ""
+            text = f"{THINK.opening_mark}\n" if self._part is Part.BEGINNING else ""
             self._part, thought = Part.THOUGHTS, self._space + thought
             text += thought.rstrip(BLANK)
             self._space = thought[len(thought.rstrip(BLANK)) :]
         if answer:
-            text += f"\n{THINK.closed}\n\n" if self._part is Part.THOUGHTS else ""
+            text += f"\n{THINK.closing_mark}\n\n" if self._part is Part.THOUGHTS else ""
             self._part = Part.ANSWER
         return text + answer
 
