@@ -104,7 +104,7 @@ def destination(path: Path | None, name: str) -> Path:
     """Returns where the results go, having checked that they can be written there.
 
     Args:
-        path: by the user; None: a file `name` in `bench/results`.
+        path: as the user gave it; None: a file `name` in `bench/results`.
 
     Raises:
         UsageError: they cannot.

@@ -102,13 +102,13 @@ class MappedBuffer:
     Attributes:
         host: the bytes, as a host tensor.
         device: the same bytes, as a tensor of the device.
-        used: event at the end of the kernels that use the content. The host may overwrite it afterwards.
+        last_use: event at the end of the kernels that use the content. The host may overwrite it afterwards.
     """
 
     def __init__(self, host: Tensor, device: Tensor):
         self.host = host
         self.device = device
-        self.used = torch.cuda.Event(blocking=True)
+        self.last_use = torch.cuda.Event(blocking=True)
 
     @classmethod
     def allocate(cls, byte_count: int, device: torch.device, count: int = 1) -> list[MappedBuffer]:
@@ -118,8 +118,8 @@ class MappedBuffer:
             return [cls(*views) for views in zip(host, device_view(host, device), strict=True)]
 
     def mark_used(self) -> None:
-        """Records `used` at the end of all work enqueued so far in the device's current stream."""
-        self.used.record(torch.cuda.current_stream(self.device.device))
+        """Records `last_use` at the end of all work enqueued so far in the device's current stream."""
+        self.last_use.record(torch.cuda.current_stream(self.device.device))
 
 
 class SmallCopies:
@@ -165,7 +165,7 @@ class SmallCopies:
                 computed_copy(tensor, out=place.view(tensor.shape))
                 start += _padded(tensor.nbytes)
             buffer.mark_used()
-            buffer.used.synchronize()
+            buffer.last_use.synchronize()
             copied = buffer.host[:start].clone()
         finally:
             self._buffers.append(buffer)
@@ -178,7 +178,7 @@ class SmallCopies:
     def _take(self) -> MappedBuffer:
         """Takes the least recently used buffer. There are many more buffers than threads."""
         buffer = self._buffers.popleft()
-        buffer.used.synchronize()
+        buffer.last_use.synchronize()
         return buffer
 
 

@@ -222,7 +222,7 @@ class SequenceKV:
 
     def _extend(self, means: ChunkMeans, layer: int, length: int) -> None:
         """Computes the means that are missing of a layer's first `length` tokens."""
-        first, end = means.missing(layer, length)
+        first, end = means.missing_range(layer, length)
         for part in self._span(layer, first, end) if first < end else ():
             means.extend(layer, part)
 

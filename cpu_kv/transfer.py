@@ -164,13 +164,13 @@ class TransferEngine(Gatherer):
         ahead = sum(write.tokens for write in self._writes if layer in write.layers)
         start = self.sequence.layer_length(layer) + ahead
         whole = count // layout.page_size if layout.packed else pages
-        stored = self.sequence.codec.encode(layout.packed_shape, paged[:whole]) if layout.packed else paged
+        contents = self.sequence.codec.encode(layout.packed_shape, paged[:whole]) if layout.packed else paged
         end = start + whole * layout.page_size
-        pairs = _pairs(self.sequence.memory(layer, start, end, write=True), stored)
+        pairs = _pairs(self.sequence.memory(layer, start, end, write=True), contents)
         if whole < pages:
             pairs.append((self.sequence.open_page(layer, end), paged[whole:]))
         written = self._copy(pairs, after=self.link.record_event(), to_host=True)
-        self._writes.append(_WriteBack(range(layer, layer + 1), start, count, paged, written, stored))
+        self._writes.append(_WriteBack(range(layer, layer + 1), start, count, paged, written, contents))
         self.collect()
 
     def abandon(self) -> None:
@@ -398,9 +398,9 @@ class LayerStream:
             engine._streams.remove(self)
         if ring is None:
             return
-        copied = [one for one in engine._copied if one[0].stream is self]
-        engine._copied = deque(one for one in engine._copied if one[0].stream is not self)
-        engine._planned = deque(one for one in engine._planned if one.stream is not self)
+        copied = [copy for copy in engine._copied if copy[0].stream is self]
+        engine._copied = deque(copy for copy in engine._copied if copy[0].stream is not self)
+        engine._planned = deque(segment for segment in engine._planned if segment.stream is not self)
         for _, memory, slot in copied:
             ring.release(slot)
             engine.counters.bytes_abandoned += memory.nbytes

@@ -59,13 +59,13 @@ class Window:
     """Keys and values of the newest tokens of a layer.
 
     Attributes:
-        most: number of tokens that are kept at most.
+        limit: number of tokens that are kept at most.
     """
 
     memory: _WindowMemory
     start: int
     end: int
-    most: int
+    limit: int
 
     @classmethod
     def empty(
@@ -77,7 +77,7 @@ class Window:
 
     def holding(self, kv: Tensor) -> Window:
         """Returns a window of the same layer that holds these tokens, `[2, kv_heads, tokens, head_dim]`."""
-        return Window(_WindowMemory(kv, kv.shape[2]), 0, kv.shape[2], self.most)
+        return Window(_WindowMemory(kv, kv.shape[2]), 0, kv.shape[2], self.limit)
 
     @property
     def kv(self) -> Tensor:
@@ -86,19 +86,19 @@ class Window:
 
     def append(self, kv: Tensor) -> Window:
         """Returns the window after further tokens, `[2, kv_heads, n, head_dim]`; this one stays valid."""
-        kv = kv[:, :, max(0, kv.shape[2] - self.most) :]
+        kv = kv[:, :, max(0, kv.shape[2] - self.limit) :]
         end, memory = self.end + kv.shape[2], self.memory
-        start = max(self.start, end - self.most)
+        start = max(self.start, end - self.limit)
         # Slots behind this window may be another one's, which was appended to it before.
         if memory.filled != self.end or end > memory.kv.shape[2]:
             old = memory.kv[:, :, start : self.end]
-            shape = (*kv.shape[:2], 2 * self.most + kv.shape[2], kv.shape[3])
+            shape = (*kv.shape[:2], 2 * self.limit + kv.shape[2], kv.shape[3])
             memory = _WindowMemory(torch.empty(shape, dtype=kv.dtype, device=kv.device), old.shape[2])
             memory.kv[:, :, : old.shape[2]] = old
             start, end = 0, old.shape[2] + kv.shape[2]
         memory.kv[:, :, memory.filled : end] = kv
         memory.filled = end
-        return Window(memory, start, end, self.most)
+        return Window(memory, start, end, self.limit)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class CpuAttention(RemoteAttention):
         computed_copy(queries, out=on_device)
         buffer.mark_used()
         (on_host,) = split_bytes(buffer.host, [(queries.shape, queries.dtype)])
-        return self._thread.submit(self._attend_for_gpu, buffer.used, on_host, runs, scale, chunk)
+        return self._thread.submit(self._attend_for_gpu, buffer.last_use, on_host, runs, scale, chunk)
 
     def finish(self, future: Future[Results]) -> Results:
         return future.result()

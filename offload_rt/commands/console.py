@@ -150,13 +150,13 @@ class Console:
         self._phase = phase
         if not drawing.live.is_started:
             drawing.start()
-            _drawn.add(self)
+            _drawing_consoles.add(self)
 
     def clear(self) -> None:
         """Removes the progress line."""
         if self._drawing is not None:
             self._drawing.stop()
-            _drawn.discard(self)
+            _drawing_consoles.discard(self)
 
     def expect(self, plan: Plan) -> None:
         """Says what is about to run, and how fast it will be by its plan."""
@@ -223,12 +223,12 @@ class Console:
         self.notice(f"{text}; {cause or remedy}")
 
 
-_drawn: set[Console] = set()
+_drawing_consoles: set[Console] = set()
 
 
 def clear_progress() -> None:
     """Removes every progress line, for what a program writes at its end."""
-    for console in tuple(_drawn):
+    for console in tuple(_drawing_consoles):
         console.clear()
 
 

@@ -216,8 +216,8 @@ def _draft(
     source = model_source(arguments.model)
     if arguments.model not in DEMO_PARTS and not Path(source).is_dir() and "/" not in arguments.model:
         return None, f"draft auto: none; {arguments.model} is a shape alone, without a tokenizer"
-    chosen, _, note = choose_draft(local_drafts(target, source, load_tokenizer(source)), planned)
-    return None if chosen is None else chosen.shape, note
+    best, _, note = choose_draft(local_drafts(target, source, load_tokenizer(source)), planned)
+    return None if best is None else best.shape, note
 
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:

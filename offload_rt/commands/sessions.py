@@ -44,8 +44,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     ):
         parser = actions.add_parser(action, help=meaning, description=meaning, allow_abbrev=False)
         parser.set_defaults(run=run)
-        where = f"the folder to look at (default: {SETTING}, or {DEFAULT_FOLDER})"
-        parser.add_argument("--cache", metavar="DIR", default=SettingDefault("cache", CACHE_ON), help=where)
+        help_text = f"the folder to look at (default: {SETTING}, or {DEFAULT_FOLDER})"
+        parser.add_argument(
+            "--cache", metavar="DIR", default=SettingDefault("cache", CACHE_ON), help=help_text
+        )
         if action == "rm":
             parser.add_argument("names", nargs="+", metavar="NAME", help="as list shows it")
         elif action == "list":

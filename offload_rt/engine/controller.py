@@ -161,8 +161,8 @@ class SpeculationController:
         probing = self._watches and self._clock and self._rounds > 0 and not self._plain_ms
         if probing or self._checks > 0 or self._break_left > 0:
             return CHAIN
-        chosen, _ = self._choice()
-        return chosen.deep(max(0, min(chosen.depth, room)), self.acceptance.rates)
+        shape, _ = self._choice()
+        return shape.deep(max(0, min(shape.depth, room)), self.acceptance.rates)
 
     @property
     def outcomes(self) -> int:

@@ -107,7 +107,7 @@ class Engine:
                 if isinstance(model, GraphedModel):
                     model.pass_running = lambda: thread.running
         self._second = SecondDevice(target.device, other_links[0]) if other_links else None
-        self._shared = SharedResources(
+        self._resources = SharedResources(
             target=target,
             draft=draft,
             store=self.store,
@@ -118,7 +118,7 @@ class Engine:
             second=self._second,
         )
         self.planner = SequencePlanner(
-            self._shared,
+            self._resources,
             usable,
             triton=no_triton is None,
             on_progress=self._report,
@@ -184,7 +184,7 @@ class Engine:
                 plan = self.planner.plan(len(tokens), new_tokens, sequences, shared_tokens)
             else:
                 plan = self.planner.plan_with(len(tokens), new_tokens, tiers)
-            resources = replace(self._shared, timeline=self.timeline)
+            resources = replace(self._resources, timeline=self.timeline)
             sequence = TokenSequence(resources, plan, runner, len(tokens) + new_tokens, prefix, prefix_tokens)
             self._sequences.append(sequence)
             try:
@@ -290,7 +290,7 @@ class Engine:
                 closing.callback(self._second.close)
             if self._thread is not None:
                 closing.callback(self._thread.close)
-            closing.callback(self._shared.pool.drop_free)
+            closing.callback(self._resources.pool.drop_free)
             for sequence in self._sequences:
                 closing.callback(sequence.close)
             self._sequences = []

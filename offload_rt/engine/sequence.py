@@ -70,7 +70,7 @@ class TokenSequence:
 
     def __init__(
         self,
-        shared: SharedResources,
+        resources: SharedResources,
         plan: SequencePlan,
         target: CausalModel,
         room: int,
@@ -83,43 +83,43 @@ class TokenSequence:
         self.start = 0
         self.prefill_tokens = 0
         self.prefill_ms = 0.0
-        self.timeline = shared.timeline
+        self.timeline = resources.timeline
         self.next_proposal: Proposal | None = None
         self.rounds: list[RoundTimes] = []
-        self._shared = shared
+        self._resources = resources
         self.target = target
         self._ended = False
         self._consumed = True  # a continuation has counted `prefill_tokens`
         self._caches: list[BoundedCache | SplitCache] = []
         if prefix is None:
-            self._kv = shared.store.new_sequence(*kept_means(plan.config))
+            self._kv = resources.store.new_sequence(*kept_means(plan.config))
         else:
             self._kv = prefix.kv.fork(prefix.verified_length(prefix_tokens), *kept_means(plan.config))
         with ExitStack() as closing:
             closing.callback(self._release_caches)
             closing.callback(self._kv.close)
             self._kv.reserve(room)
-            self.transfer = self._transfer_over(shared.link)
+            self.transfer = self._transfer_over(resources.link)
             closing.callback(self.transfer.close)
             remote = list[RemoteAttention]()
             if tiers.cpu_tokens:
-                remote.append(CpuAttention(tiers.cpu_tokens, shared.target.device, shared.timeline))
+                remote.append(CpuAttention(tiers.cpu_tokens, resources.target.device, resources.timeline))
                 closing.callback(remote[-1].close)
             self._transfers = [self.transfer]
-            for link, tier in zip(shared.other_links, tiers.gpus, strict=False):
+            for link, tier in zip(resources.other_links, tiers.gpus, strict=False):
                 transfer = self._transfer_over(link)
                 closing.callback(transfer.close)
                 remote.append(
-                    GpuAttention(transfer, tier, target.device, shared.timeline, packed=tiers.packed)
+                    GpuAttention(transfer, tier, target.device, resources.timeline, packed=tiers.packed)
                 )
                 closing.callback(remote[-1].close)
                 self._transfers.append(transfer)
             self.full = FullCache(
                 self.transfer,
-                shared.backend,
+                resources.backend,
                 tiers.resident_tokens,
                 remote,
-                LocalState(target.local_layers, shared.backend),
+                LocalState(target.local_layers, resources.backend),
                 packed=tiers.packed,
             )
             closing.callback(self.full.close)
@@ -133,24 +133,24 @@ class TokenSequence:
         return TransferEngine(self._kv, link, segment_tokens=segment_tokens, ring_buffers=store.ring_buffers)
 
     def _compose(self, plan: SequencePlan, continuation: Continuation) -> None:
-        shared, config = self._shared, plan.config
+        resources, config = self._resources, plan.config
         self.config, self._continuation = config, continuation
         self._release_caches()
         self.full.derived.clear()
-        resources = Resources(
+        level_resources = Resources(
             config,
             self.target,
             self.full,
             continuation.sampling,
-            pages=shared.store.layout.pages(len(self.tokens) + continuation.max_tokens),
-            shared=shared,
+            pages=resources.store.layout.pages(len(self.tokens) + continuation.max_tokens),
+            shared=resources,
         )
-        self._caches = resources.caches
-        self.verifier = compose(resources)
-        shared.pool.drop_free()
+        self._caches = level_resources.caches
+        self.verifier = compose(level_resources)
+        resources.pool.drop_free()
         levels, costs = levels_of(config), plan.costs(len(self.tokens))
         # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
-        overlaps = bool(levels) and levels[-1].guesses and not shared.link.in_place
+        overlaps = bool(levels) and levels[-1].guesses and not resources.link.in_place
         self.controller = SpeculationController(
             costs,
             costs.request.drafts,
@@ -254,8 +254,8 @@ class TokenSequence:
 
     def check_length(self, length: int) -> None:
         """Raises UsageError where a sequence of so many tokens would need KV by other rotary frequencies."""
-        if self.tokens and self._shared.target.for_length(length, 0) is not self.target:
-            self._shared.target.for_length(len(self.tokens), max(0, length - len(self.tokens)))
+        if self.tokens and self._resources.target.for_length(length, 0) is not self.target:
+            self._resources.target.for_length(len(self.tokens), max(0, length - len(self.tokens)))
             raise UsageError(
                 f"a sequence of {length} tokens of {self.target.name} has other rotary frequencies (longrope)"
                 " than those that this one was read by: read it again"

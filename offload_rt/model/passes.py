@@ -82,9 +82,9 @@ class BatchedAttention:
         def attend(cache: Cache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return cache.attend(layer, query, key, value, softmax)
 
-        return self.each(attend, queries, keys, values)
+        return self.by_sequence(attend, queries, keys, values)
 
-    def each(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def by_sequence(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Computes a result of each sequence from its tokens in dimension 1, and joins the results."""
         split = (tensor.split(self._counts, dim=1) for tensor in tensors)
         outs = []
@@ -109,7 +109,7 @@ class _BatchedLocal:
         def attend(cache: Cache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return cache.local.attend(layer, query, key, value, softmax)
 
-        return self._batch.each(attend, queries, keys, values)
+        return self._batch.by_sequence(attend, queries, keys, values)
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
-        return self._batch.each(lambda cache, part: cache.local.mix(layer, mixer, part), hidden)
+        return self._batch.by_sequence(lambda cache, part: cache.local.mix(layer, mixer, part), hidden)

@@ -184,8 +184,8 @@ class CostModel:
         rest = shape.step_parameters - quantized
         if rates := product_rates(processor.products, shape.quantization):
             quantized_ms = quantized / product_rate(rates, rows) / 1e6
-            read = processor.read_ms(rest * shape.dtype.itemsize)
-            return quantized_ms + max(read, processor.compute_ms(2 * rows * rest))
+            reading_ms = processor.read_ms(rest * shape.dtype.itemsize)
+            return quantized_ms + max(reading_ms, processor.compute_ms(2 * rows * rest))
         reading = processor.read_ms(shape.step_bytes)
         expanding = self._expanding(shape) if rows > FUSED_ROWS else 0.0
         return expanding + max(reading, processor.compute_ms(2 * rows * shape.step_parameters))

@@ -93,7 +93,7 @@ class SequencePlanner:
     """Plans sequences of the models of an engine.
 
     Args:
-        shared: the models, the store and the links.
+        resources: the models, the store and the links.
         configs: to choose among; their keys for the store are those of the first one.
         triton: Triton kernels run on the GPUs.
         on_progress: called with the progress of measuring a machine for its first plan.
@@ -106,15 +106,15 @@ class SequencePlanner:
 
     def __init__(
         self,
-        shared: SharedResources,
+        resources: SharedResources,
         configs: Sequence[Config],
         *,
         triton: bool,
         on_progress: Callable[[str, int, int], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        self.target = shared.target
-        self._shared = shared
+        self.target = resources.target
+        self._resources = resources
         self.configs = configs
         self._triton = triton
         self._on_progress = on_progress
@@ -131,7 +131,7 @@ class SequencePlanner:
         Raises:
             UsageError: it does not fit.
         """
-        on_gpu, link = self.target.device.type == "cuda", self._shared.link
+        on_gpu, link = self.target.device.type == "cuda", self._resources.link
         request = self._request(self.configs[0], prompt, new_tokens, self._assumed_hardware)
         if on_gpu or len(self.configs) > 1:
             fastest = self._fastest(prompt, new_tokens, sequences, shared_tokens)
@@ -144,7 +144,7 @@ class SequencePlanner:
         offload, page = request.config.offload, request.config.store.page
         resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
         # Links of no known rate share evenly.
-        others = len(self._shared.other_links)
+        others = len(self._resources.other_links)
         pages = max(0, request.context - resident - cpu) // page // (1 + others)
         packed = MemoryBudget(request).resident.packed
         return SequencePlan.of(request, Tiers(resident, cpu, (GpuTier(0, pages * page),) * others, packed))
@@ -166,7 +166,7 @@ class SequencePlanner:
         Raises:
             UsageError: names what is available.
         """
-        target, store = self.target, self._shared.store
+        target, store = self.target, self._resources.store
         for prompt_tokens, new_tokens in sizes:
             check_positions(target, prompt_tokens, new_tokens)
         total, layout = sum(map(sum, sizes)) - shared_tokens, store.layout
@@ -190,7 +190,7 @@ class SequencePlanner:
     @property
     def _free_bytes(self) -> int:
         """Bytes that the store has allocated and holds no KV in: they are used before it asks for more."""
-        return self._shared.store.reserved_bytes - self._shared.store.used_bytes
+        return self._resources.store.reserved_bytes - self._resources.store.used_bytes
 
     @cached_property
     def shapes(self) -> tuple[ModelShape, ModelShape | None]:
@@ -200,7 +200,7 @@ class SequencePlanner:
             loaded = shape_of(model.module, ElementType.of(model.dtype), model.name)
             return replace(loaded, embedding_on_gpu=not host_bytes(model.module))
 
-        draft = self._shared.draft
+        draft = self._resources.draft
         return shape(self.target), None if draft is None else shape(draft)
 
     def _request(self, config: Config, prompt: int, new_tokens: int, hardware: Hardware) -> PlanRequest:
@@ -219,18 +219,19 @@ class SequencePlanner:
 
     def _free_hardware(self, sequences: int, shared_tokens: int) -> Hardware:
         """Returns the machine with the memory that one of several new sequences may take."""
-        shared, models = self._shared, self._shared.models
-        loaded_bytes = sum(model.weight_bytes for model in models) + shared.heads.weight_bytes
-        loaded_bytes += shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
+        resources, models = self._resources, self._resources.models
+        loaded_bytes = sum(model.weight_bytes for model in models) + resources.heads.weight_bytes
+        loaded_bytes += resources.pool.free_bytes  # kept for this sequence, or let go before it takes others
         remote_weights = sum(block.weight_bytes for block in self.target.remote_mlps)  # on the second GPU
         copies = sum(model.remote_blocks.weight_bytes for model in models)
         others = [
-            (link.device, 0 if at else remote_weights + copies) for at, link in enumerate(shared.other_links)
+            (link.device, 0 if at else remote_weights + copies)
+            for at, link in enumerate(resources.other_links)
         ]
         hardware = usable_hardware(
             self.target.device, loaded_bytes - remote_weights, self._on_progress, others
         )
-        reusable = self._free_bytes + shared_tokens * shared.store.layout.stored_token_bytes
+        reusable = self._free_bytes + shared_tokens * resources.store.layout.stored_token_bytes
         reusable += sum(host_bytes(model.module) for model in models)
         host = hardware.host
         host = replace(
@@ -246,7 +247,7 @@ class SequencePlanner:
     @cached_property
     def _assumed_hardware(self) -> Hardware:
         """The hardware that costs are predicted for where no plan has measured any."""
-        link, others = self._shared.link, len(self._shared.other_links)
+        link, others = self._resources.link, len(self._resources.other_links)
         if link.in_place:
             return named_hardware(NO_GPU)
         if self.target.device.type == "cuda":

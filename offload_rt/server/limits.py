@@ -111,6 +111,6 @@ class Limits:
         return 413, f"the body is larger than {limit}: shorten it, or serve with --max-body", "body_too_large"
 
 
-def _equal(given: str, key: str) -> bool:
+def _equal(key_of_client: str, key: str) -> bool:
     """Returns whether a header has the key, in UTF-8."""
-    return hmac.compare_digest(given.encode("latin-1"), os.fsencode(key))
+    return hmac.compare_digest(key_of_client.encode("latin-1"), os.fsencode(key))

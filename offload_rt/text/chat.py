@@ -127,11 +127,11 @@ class ChatTemplate:
         self._on_notice = on_notice
         self._noticed: set[str] = set()
         self._marks = ThoughtMarks(tokenizer)
-        self._source = self._chosen(tokenizer.chat_template)
+        self._source = self._default_source(tokenizer.chat_template)
         form = self._marks.format
         self._control = ControlTokens(tokenizer, self._source, (form.opening_mark, form.closing_mark))
 
-    def _chosen(self, templates: str | dict[str, str]) -> str:
+    def _default_source(self, templates: str | dict[str, str]) -> str:
         """Returns the source of the default template, or of the first one for chats without tools."""
         if isinstance(templates, str):
             return templates
@@ -240,11 +240,11 @@ class ChatTemplate:
         chats.append(with_question([*chats[0], {"role": "assistant", "content": "Ahab."}], "What?"))
         guarded = [self._guarded(chat, True, thinking) for chat in chats]
         rendered = [chat.replace(GUARD, "") for chat in guarded]
-        characters = _shared(rendered)
+        characters = _common_length(rendered)
         document = max((chat["content"].strip() for chat in checked), key=len)
         if characters < max(rendered[0].find(document), 0) + len(document):
             self._notice("puts what depends on the question before the document: each question reads it anew")
-        return _shared([self._control.encode(chat) for chat in guarded])
+        return _common_length([self._control.encode(chat) for chat in guarded])
 
     def thoughts(self, thinking: bool | None, json_schema: object) -> bool | None:
         """Returns whether the model shall think, as `encode` takes it.
@@ -281,7 +281,7 @@ class ChatTemplate:
             self._on_notice(f"the chat template of {self._name} {text}")
 
 
-def _shared(chats: Sequence[Sequence[object]]) -> int:
+def _common_length(chats: Sequence[Sequence[object]]) -> int:
     """Returns the number of tokens or characters with which all begin."""
     first, *rest = chats
     return min(common_beginning(first, chat) for chat in rest)
