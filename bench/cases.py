@@ -17,7 +17,7 @@ HELD = "acceptance"
 """A setting of a system that is no configuration key: the rate at which a synthetic rule holds acceptance."""
 
 OF_THE_TEXT = ("store.", "prefill.", "offload.resident_tokens", "offload.cpu_tokens")
-"""Keys that apply when a prompt is read, which happens once for all configurations of offload-rt."""
+"""Keys that apply to the prefill of a prompt, which happens once for all configurations of offload-rt."""
 
 ADAPTERS = sorted(path.stem for path in (Path(__file__).parent / "systems").glob("[a-z]*.py"))
 
@@ -80,7 +80,7 @@ def drafts_chains(config: Config) -> bool:
 
 
 def text_config(options: Mapping[str, object], *, draft: bool) -> Config:
-    """The configuration by which a prompt is read that all systems of ours share."""
+    """The configuration of the prefill that all systems of ours share."""
     return load_config("triforce" if draft else "retrieval", options)
 
 

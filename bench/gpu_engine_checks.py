@@ -62,7 +62,7 @@ class Opened:
 
 @contextmanager
 def opened(subject: Subject, context: int, keys: Mapping[str, object]) -> Iterator[Opened]:
-    """Reads a prompt of `context` tokens, and decodes once to warm up."""
+    """Prefills a prompt of `context` tokens, and decodes once to warm up."""
     device, sizes = subject.device, subject.sizes
     config, captures = load_config("retrieval", {**sizes.config, **keys}), list[str]()
     target = GraphedModel(random_model(sizes.shape, device, torch.bfloat16), sizes.shape, captures.append)

@@ -56,7 +56,7 @@ medians in ms over the rounds but the first and the last; ratios of two systems 
 drafting alone. `link use`: what the link carried during a pass, over what it could have. `predicted`: by the
 planner, from what was measured in place and from rounds that draft first and pass then.
 """
-CHUNK = 2048  # prompt tokens that are read at a time
+CHUNK = 2048  # tokens of a prefill that are computed at a time
 ROOM = 8  # tokens behind the longest continuation
 REFERENCES = {"× StaticCache": "transformers:static", "× our plain": "ours:plain"}
 ROUND_COLUMNS = {

@@ -122,7 +122,7 @@ class ResidentTier(DeviceTier):
     def truncate(self, length: int) -> None:
         """Forgets the tokens from position `length` on, in whole pages.
 
-        The memory stays allocated, unless none is left: then the next prompt is read into it.
+        The memory stays allocated, unless none is left: then the next prefill writes into it.
         """
         page = self._layout.page_size
         self.tokens = max(0, min(self.tokens, (length - self.first) // page * page))

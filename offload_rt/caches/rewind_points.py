@@ -60,7 +60,7 @@ class RewindPoints:
                 self._points and available_memory() < 2 * history.nbytes
             ):
                 lengths = [0, *(point.length for point in self._points)]
-                # Whatever is dropped has to be read again from the point before.
+                # Whatever is dropped has to be prefilled again from the point before.
                 del self._points[min(range(len(self._points)), key=lambda at: lengths[at + 1] - lengths[at])]
             local = history.on(torch.device("cpu"))
         self._points.append(RewindPoint(length, queries, local))
@@ -81,7 +81,7 @@ class RewindPoints:
     def return_to(self, length: int) -> int:
         """Returns the local layers to `length`, or to the newest point before it; returns that length.
 
-        The tokens after the point have to be read again.
+        The tokens after the point have to be prefilled again.
         """
         if not self._local.layers.kinds.local:
             return length

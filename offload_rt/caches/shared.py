@@ -44,7 +44,7 @@ class SharedCache(BoundedCache):
         super().release()
 
     def build(self, queries: Tensor) -> None:
-        """Reads the tokens behind the full pages from the store; `queries` are not needed."""
+        """Fetches the tokens behind the full pages from the store; `queries` are not needed."""
         self.speculative.clear()
         length, page = self._source.verified_length, self._layout.page_size
         self.entries, self.verified_length = 0, length // page * page

@@ -119,7 +119,7 @@ class OutputProcessor:
     def write(self, round: Round | Exception, ms: float) -> Iterator[TokenEvent]:
         """Returns the events of a decode step that took `ms`, up to the end of the text.
 
-        Log probabilities, if they are wanted, are read at once.
+        Log probabilities, if they are wanted, are copied to the host at once.
         """
         self._ms += ms
         if isinstance(round, Exception):

@@ -1,4 +1,4 @@
-"""A prefix: tokens that were read, with their KV in the store and no memory on any device."""
+"""A prefix: tokens that were prefilled, with their KV in the store and no memory on any device."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class LevelStats:
         proposed: number of tokens that the level below proposed to it.
         accepted: number of these that it accepted.
         ms: host time in its passes and reads, without the levels below; an equal share of a pass of several
-            sequences. Work that a GPU has not finished counts where it is read.
+            sequences. Work that a GPU has not finished counts where the host waits for it.
         host_reads: number of times the host waited for its results.
     """
 

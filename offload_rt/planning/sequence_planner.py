@@ -32,7 +32,7 @@ LEFT_OPEN = {"offload.refresh_from": "auto", "retrieval.bits": "auto", "offload.
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What is decided about a sequence before its prompt is read. Made by `of` and `adapted`.
+    """What is decided about a sequence before its prefill. Made by `of` and `adapted`.
 
     Attributes:
         request: the models, a config that leaves nothing open, and the hardware that costs are predicted for.

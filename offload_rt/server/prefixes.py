@@ -11,7 +11,7 @@ from offload_rt.errors import UsageError, first_line
 
 
 class PrefixPool:
-    """Tokens that were read, with their KV, the least recently used first; only the worker's thread uses it.
+    """Prefilled tokens, with their KV, the least recently used first; only the worker's thread uses it.
 
     Prefixes that begin alike share the pages of their common beginning, so that each costs the memory of its
     own end alone.

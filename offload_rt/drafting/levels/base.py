@@ -284,7 +284,7 @@ class Level(ABC):
         """Opens the files that it names, before any weights are read. Raises UsageError."""
 
     def load(self, target: CausalModel, heads: Heads) -> None:  # noqa: B027
-        """Reads what it needs beside the models, before a prompt is read. Raises UsageError."""
+        """Reads what it needs beside the models, before a prefill. Raises UsageError."""
 
 
 def local_memory(shape: ModelShape, queries: int) -> Memory:
