@@ -217,7 +217,7 @@ class TransferEngine(Gatherer):
     def resident_pages(self, memory: Tensor, *, packed: bool) -> KVPages:
         """Returns the pages that `load` copied."""
         assert self._ring is not None, "over a link that is in place, nothing is resident"
-        return self._ring.read(memory, self.sequence.codec, packed)
+        return self._ring.pages_in(memory, self.sequence.codec, packed)
 
     def _memory(self, layer: int, start: int, end: int, unpacked: Tensor | None) -> list[Tensor]:
         """Returns the memory of pages of one of the sequence's `forms`."""
@@ -383,7 +383,7 @@ class LayerStream:
             # is full, the launches of all threads block. The copy into the slot has waited for the event too.
             self._reading.free.synchronize()
             engine._wait(self._reading.ready)
-            yield ring.read(memory, engine.sequence.codec, packs and segment.unpacked is None)
+            yield ring.pages_in(memory, engine.sequence.codec, packs and segment.unpacked is None)
             at = segment.end
             ring.release(self._reading)
             self._reading = None
