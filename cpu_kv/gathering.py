@@ -148,7 +148,7 @@ class Gatherer(ABC):
 
 
 class LayerGatherer(Gatherer):
-    """Gathers some layers of a sequence to which another engine writes, over a link of its own."""
+    """Gathers some layers of a sequence to which another transfer writes, over a link of its own."""
 
     def __init__(self, writer: Gatherer, link: Link, layers: Sequence[int]) -> None:
         super().__init__(writer.sequence, link, layers)

@@ -13,7 +13,7 @@ MOST_VALUES = 2**23
 """Most values of a page that can be packed: a position and an exponent share 31 bits."""
 ALIGNMENT = 64  # bytes
 READ_TOKENS = 64
-"""Tokens of all layers that a transfer engine reads at a time: bounds its host buffers, which are kept."""
+"""Tokens of all layers that a transfer fetches at a time: bounds its host buffers, which are kept."""
 PROMPT_WRITES = 2
 """Writes of a prompt's KV that are pending at a time: each keeps a copy of it on the device."""
 

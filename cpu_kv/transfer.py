@@ -44,7 +44,7 @@ class TransferEngine(Gatherer):
     """Moves the KV of one sequence over a link, packed where it is stored so. Must be used from one thread.
 
     Over a link that is `in_place` there is no ring, and the compute is given views of the store. Several
-    engines may share a link; an engine does not close it.
+    transfers may share a link; none of them closes it.
 
     Args:
         segment_tokens: tokens of a slot of the staging ring, rounded up to whole pages.
@@ -337,13 +337,13 @@ def _pairs(memory: Sequence[Tensor], whole: Tensor, *, inward: bool = False) -> 
 class LayerStream:
     """The tokens `start` .. `end` of all layers, for one pass. Created by `TransferEngine.stream`.
 
-    Layers must be read in order, and the streams of an engine one after another.
+    Layers must be read in order, and the streams of a transfer one after another.
     """
 
-    def __init__(self, engine: TransferEngine, start: int, end: int):
+    def __init__(self, transfer: TransferEngine, start: int, end: int):
         self.start = start
         self.end = end
-        self._engine = engine
+        self._transfer = transfer
         self._layer = 0  # the next one to be read
         self._reading: StagingSlot | None = None
         self._closed = False
@@ -357,55 +357,55 @@ class LayerStream:
             RuntimeError: layers or streams are read out of order.
             CopyFailed: a copy failed.
         """
-        engine = self._engine
+        transfer = self._transfer
         if self._closed or layer != self._layer or self._reading is not None:
             raise RuntimeError(f"cannot read layer {layer}: the next layer of this stream is {self._layer}")
-        if engine._streams[0] is not self:
+        if transfer._streams[0] is not self:
             raise RuntimeError("cannot read this stream: close the stream before it, or read it to its end")
-        if engine._ring is None:
-            segments: Iterator[KVPages] = iter(engine.sequence.views(layer, self.start, self.end))
+        if transfer._ring is None:
+            segments: Iterator[KVPages] = iter(transfer.sequence.views(layer, self.start, self.end))
         else:
-            segments = self._through(engine._ring)
+            segments = self._through(transfer._ring)
         for pages in segments:
             yield pages
             if self._closed:
                 raise RuntimeError("the stream was closed while its segments were being read")
         self._layer += 1
-        if self._layer == engine.sequence.layout.layers:
-            engine._streams.popleft()
+        if self._layer == transfer.sequence.layout.layers:
+            transfer._streams.popleft()
 
     def _through(self, ring: StagingRing) -> Iterator[KVPages]:
-        engine, at = self._engine, self.start
-        packs = engine.sequence.layout.packed
+        transfer, at = self._transfer, self.start
+        packs = transfer.sequence.layout.packed
         while at < self.end:
-            segment, memory, self._reading = engine._copied.popleft()
+            segment, memory, self._reading = transfer._copied.popleft()
             # Keeps the host from enqueuing compute further ahead than the ring is deep: once a device's queue
             # is full, the launches of all threads block. The copy into the slot has waited for the event too.
             self._reading.free.synchronize()
-            engine._wait(self._reading.ready)
-            yield ring.pages_in(memory, engine.sequence.codec, packs and segment.unpacked is None)
+            transfer._wait(self._reading.ready)
+            yield ring.pages_in(memory, transfer.sequence.codec, packs and segment.unpacked is None)
             at = segment.end
             ring.release(self._reading)
             self._reading = None
-            engine._prefetch(ring)
+            transfer._prefetch(ring)
 
     def close(self) -> None:
         """Abandons the segments that were not read and releases their slots. Idempotent."""
         # Copies into released slots may still be pending: the next copy into a slot runs after them.
-        engine, ring = self._engine, self._engine._ring
+        transfer, ring = self._transfer, self._transfer._ring
         self._closed = True
-        if self in engine._streams:
-            engine._streams.remove(self)
+        if self in transfer._streams:
+            transfer._streams.remove(self)
         if ring is None:
             return
-        copied = [copy for copy in engine._copied if copy[0].stream is self]
-        engine._copied = deque(copy for copy in engine._copied if copy[0].stream is not self)
-        engine._planned = deque(segment for segment in engine._planned if segment.stream is not self)
+        copied = [copy for copy in transfer._copied if copy[0].stream is self]
+        transfer._copied = deque(copy for copy in transfer._copied if copy[0].stream is not self)
+        transfer._planned = deque(segment for segment in transfer._planned if segment.stream is not self)
         for _, memory, slot in copied:
             ring.release(slot)
-            engine.counters.bytes_abandoned += memory.nbytes
+            transfer.counters.bytes_abandoned += memory.nbytes
         if self._reading is not None:
             ring.release(self._reading)
             self._reading = None
-        if not engine._closed:
-            engine._prefetch(ring)
+        if not transfer._closed:
+            transfer._prefetch(ring)
