@@ -39,7 +39,7 @@ class Expressions(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads_values = False
         self._of_storage: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # so that no storage takes the place of another one
+        self._live_tensors: list[Tensor] = []  # so that no storage takes the place of another one
         for name, tensor in named.items():
             self.name(name, tensor)
 
@@ -66,12 +66,12 @@ class Expressions(TorchDispatchMode):
         if operation in _RESULTS:
             shape, strides, dtype = _RESULTS[operation]
             return self.name(operation, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
-        given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs or {}))}
+        storages = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs or {}))}
         out = func(*args, **kwargs or {})
         results = _tensors(out)
         self.reads_values |= not results
         for number, tensor in enumerate(results):
-            if tensor.untyped_storage()._cdata not in given or func._schema.is_mutable:
+            if tensor.untyped_storage()._cdata not in storages or func._schema.is_mutable:
                 self._set(tensor, f"{operation} {number}" if number else operation)
                 if out is tensor and tensor.is_meta and not func._schema.is_mutable:
                     _RESULTS[operation] = tuple(tensor.shape), tensor.stride(), tensor.dtype
@@ -84,7 +84,7 @@ class Expressions(TorchDispatchMode):
 
     def _set(self, tensor: Tensor, expression: str) -> None:
         self._of_storage[tensor.untyped_storage()._cdata] = expression
-        self._kept.append(tensor)
+        self._live_tensors.append(tensor)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

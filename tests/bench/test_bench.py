@@ -236,7 +236,7 @@ def test_needles_lie_at_their_depths_and_are_scored(target: PreTrainedModel) -> 
     right = [int((chosen(one) == torch.tensor(one[needles.CUE :])).sum()) for one in passages]
     asked = 2 * (needles.PASSAGE - needles.CUE)
     with reading(target, prompt) as sequence:
-        found = needles.recall(sequence, passages, each=2)
+        found = needles.recall(sequence, passages, count=2)
     assert found == pytest.approx([(right[0] + right[1]) / asked, (right[2] + right[3]) / asked])
 
 

@@ -31,7 +31,7 @@ from bench import (
     worker,
 )
 from bench.cases import CASES, ON_CUDA
-from bench.gpu_checks import SIZES, Given, Sizes
+from bench.gpu_checks import SIZES, Sizes, Subject
 from bench.random_models import SHAPES, random_model
 from bench.results import Row
 from bench.rounds import Recorded
@@ -134,7 +134,7 @@ def test_a_check_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_check_ends_by_what_it_raises_and_is_kept_to_24_gib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(given: Given) -> Iterator[Row]:
+    def full(given: Subject) -> Iterator[Row]:
         print("not a finding")
         yield {"kept": list(kept)}
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
@@ -171,7 +171,7 @@ def on_emulated_device(test: Callable[..., None]) -> Callable[..., None]:
 def found(name: str) -> Row:
     """The figures of a check, and under `failed` what is wrong."""
     figures: Row = {"failed": []}
-    for row in gpu.CHECKS[name](Given(torch.device("cuda", 0), TINY)):
+    for row in gpu.CHECKS[name](Subject(torch.device("cuda", 0), TINY)):
         figures["failed"] += [row.pop("failed")] if "failed" in row else []
         figures |= row
     return figures
@@ -372,7 +372,7 @@ def test_the_next_queries_are_those_of_the_same_pass(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["two-gpus", "groups"])
 def test_one_gpu_skips_the_check_of_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert list(gpu.CHECKS[name](Given(CPU, TINY))) == [{"skipped": "there is one GPU"}]
+    assert list(gpu.CHECKS[name](Subject(CPU, TINY))) == [{"skipped": "there is one GPU"}]
 
 
 def test_figures_of_the_link() -> None:

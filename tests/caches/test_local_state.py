@@ -148,15 +148,15 @@ class LocalMachine(RuleBasedStateMachine):
         one = self.all[who]
         self.forget(who)
         tokens = tokens * 2
-        one.state.start_read()
+        one.state.start_prefill()
         paths = [[*one.read, *tokens[: at + 1]] for at in range(len(tokens))]
         for start in range(0, len(tokens), size):
             one.compare(tokens[start : start + size], paths[start : start + size])
         if keeps:
-            one.state.finish_read(len(tokens))
+            one.state.finish_prefill(len(tokens))
             one.read = [*one.read, *tokens]
         else:
-            one.state.give_up_read()
+            one.state.give_up_prefill()
 
     def forget(self, who: int) -> None:
         for one in self.all[:2] if who == 0 else [self.all[who]]:

@@ -870,7 +870,7 @@ def test_the_demo_compares_over_a_link_and_in_memory(
     busy: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = "other work slows it down: the load average was 99.0 on 2 cores before it"
-    monkeypatch.setattr(OtherWork, "told", lambda other_work: told if busy else None)
+    monkeypatch.setattr(OtherWork, "note", lambda other_work: told if busy else None)
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
     links: list[PacedLink] = []
 

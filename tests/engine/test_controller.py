@@ -88,10 +88,10 @@ def observe(
         ahead_ms=ahead_ms,
         verdict_ms=0.0,
         guessed=None,
-        asked=asked,
+        depth=asked,
         proposed=asked if proposed is None else proposed,
         accepted=accepted,
-        drawn=asked,
+        drawn_levels=asked,
         drawn_ahead=drawn_ahead,
     )
     subject.observe(100, round, took)

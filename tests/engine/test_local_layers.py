@@ -41,7 +41,7 @@ from offload_rt.caches.prompt_writer import PromptWriter
 from offload_rt.caches.sizes import MOST_POINTS
 from offload_rt.caches.tiers import Tail
 from offload_rt.commands import cli
-from offload_rt.engine.prefill import LAST_READ
+from offload_rt.engine.prefill import LAST_PORTION
 from offload_rt.text.chat import with_question
 
 COUNT = 20
@@ -337,8 +337,8 @@ def test_memory_that_is_short_where_a_prefill_begins(monkeypatch: pytest.MonkeyP
 
 
 def test_another_end_of_a_prompt_is_all_that_is_read() -> None:
-    arch, end = "qwen3.5", LAST_READ + 40
-    prompt = byte_ids(3 * LAST_READ)
+    arch, end = "qwen3.5", LAST_PORTION + 40
+    prompt = byte_ids(3 * LAST_PORTION)
     other = [*prompt[:-30], *OTHER[:30]]
     with open_llm(arch, "plain") as llm:
         context = llm.read(prompt)

@@ -93,7 +93,10 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     expected: dict[RetrievalRefresh, RetrievedCache] = {}
 
     def begun(cache: RetrievedCache) -> bool:
-        queries, before = cache._wanted, deepcopy(cache._spare)  # what it holds already is not taken again
+        queries, before = (
+            cache._next_pass_queries,
+            deepcopy(cache._spare),
+        )  # what it holds already is not taken again
         begun = begin(cache)
         if begun:
             refill = cache._running

@@ -222,7 +222,7 @@ def test_kv_is_exact_on_both_devices_after_calibration(deep: PreTrainedModel, sm
         assert isinstance(model, CausalModel) and isinstance(cache, SplitCache) and count > len(PROMPT)
         exact = whole_cache(model, 200)
         logits_of(model, exact, [*PROMPT, *result.tokens][:count], None)
-        for part, layers in ((cache.home, [0, 1, 3, 6]), (cache.there, [2, 4, 5])):
+        for part, layers in ((cache.home, [0, 1, 3, 6]), (cache.away, [2, 4, 5])):
             assert sorted(cache.remote) == [2, 4, 5] and part.verified_length == count
             found, expected = part.kv[:, :, :, :count], exact.kv[layers][:, :, :, :count]
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

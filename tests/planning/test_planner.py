@@ -99,10 +99,12 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
 
 def test_packed_pages_take_three_quarters_of_the_host_and_of_the_link() -> None:
     raw, packed = request(), request({"store.code": "auto"})
-    share = packed.stored.stored_share
+    share = packed.store_layout.stored_share
     slow = replace(DESKTOP, gpus=(replace(DESKTOP.gpus[0], triton=False),))
-    assert request({"store.code": "auto"}, hardware=slow).stored == raw.stored, "plain torch would unpack"
-    assert 0.75 < share <= 0.76 and raw.stored.stored_share == 1
+    assert request({"store.code": "auto"}, hardware=slow).store_layout == raw.store_layout, (
+        "plain torch would unpack"
+    )
+    assert 0.75 < share <= 0.76 and raw.store_layout.stored_share == 1
     assert MemoryBudget(packed).host["kv"] == pytest.approx(share * MemoryBudget(raw).host["kv"])
     lanes, fewer = (expected_round(CostModel(one), CHAIN).verification for one in (raw, packed))
     layer = CostModel(raw).dense(2).ms / LLAMA.layers
@@ -111,12 +113,15 @@ def test_packed_pages_take_three_quarters_of_the_host_and_of_the_link() -> None:
     assert packed.ring_bytes == pytest.approx((3 * share + 1) * slot)
     # On a GPU it is as it is, and a CPU alone attends it in place.
     assert packed.target.token_bytes == raw.target.token_bytes
-    assert request({"store.code": "auto"}, hardware=Hardware(HOST, (), measured=True)).stored == raw.stored
+    assert (
+        request({"store.code": "auto"}, hardware=Hardware(HOST, (), measured=True)).store_layout
+        == raw.store_layout
+    )
 
 
 def test_packed_pages_stay_packed_on_a_card_that_cannot_keep_all() -> None:
     raw, packed = request(), request({"store.code": "auto"})
-    share, size = packed.stored.stored_share, 4096 * LLAMA.token_bytes
+    share, size = packed.store_layout.stored_share, 4096 * LLAMA.token_bytes
     parts, smaller = (MemoryBudget(one).gpu(0, 4096)["resident_kv"] for one in (raw, packed))
     assert parts == size and smaller == pytest.approx(share * size)
     kept, more = (

@@ -290,7 +290,7 @@ class Text(TokenSequence):
             step_down=False,
             clock=clock,
         )
-        self.ready, self.rounds, self._ended = None, [], False
+        self.next_proposal, self.rounds, self._ended = None, [], False
         self._continuation = Continuation(verifier.sampling, max_tokens)
         self.take_prompt()
 
@@ -300,7 +300,7 @@ class Text(TokenSequence):
 
     def state(self) -> Hashable:
         """All that the rest of the run depends on, beside its draws."""
-        return (tuple(self.tokens), self._ended, _frozen(self.verifier), _frozen(self.ready))
+        return (tuple(self.tokens), self._ended, _frozen(self.verifier), _frozen(self.next_proposal))
 
 
 def _frozen(value: Any) -> Hashable:

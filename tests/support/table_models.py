@@ -155,7 +155,7 @@ def cache_by(view: str, plan: LayerOrder | None) -> Any:
 
 def parts_of(cache: Any) -> Sequence[TokenCache]:
     """The caches of its devices."""
-    parts: tuple[Any, ...] = (cache.home, cache.there) if isinstance(cache, SplitCache) else (cache,)
+    parts: tuple[Any, ...] = (cache.home, cache.away) if isinstance(cache, SplitCache) else (cache,)
     return parts
 
 
@@ -195,7 +195,7 @@ class TableModel:
 
     def _part(self, part: PassInput, plan: LayerOrder | None) -> Tensor:
         new, parts = part.new, parts_of(part.cache)
-        tokens = [*new.known, *([] if new.drawn is None else new.drawn.on(self.device).tolist())]
+        tokens = [*new.ids, *([] if new.draft is None else new.draft.on(self.device).tolist())]
         assert len(tokens) == new.count
         part.cache.begin(new)
         for cache in parts:
