@@ -27,10 +27,10 @@ def _run(words: list[str]) -> int:
         description = f"{about[0].upper()}{about[1:]}."
         command = commands.add_parser(name, help=about, description=description, allow_abbrev=False)
         if words[:1] == [name]:  # torch alone takes seconds to import
-            loaded = import_module(f"bench.{module}")
-            chosen = getattr(loaded, "STUDY", loaded)
-            command.set_defaults(run=chosen.run, words=words)
-            chosen.add_arguments(command, name)
+            loaded_module = import_module(f"bench.{module}")
+            command_module = getattr(loaded_module, "STUDY", loaded_module)
+            command.set_defaults(run=command_module.run, words=words)
+            command_module.add_arguments(command, name)
     arguments = parser.parse_args(words)
     return arguments.run(arguments) or 0
 

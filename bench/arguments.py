@@ -53,8 +53,8 @@ def fitted(arguments: argparse.Namespace, declared: Any, quick: Mapping[str, Any
     """The fields of a dataclass: as given, else as `quick` has them with `--quick`, else as `declared`."""
     values = vars(declared) | dict(quick if arguments.quick else {})
     return {
-        name: value if (given := getattr(arguments, name, None)) is None else given
-        for name, value in values.items()
+        name: default if (value := getattr(arguments, name, None)) is None else value
+        for name, default in values.items()
     }
 
 
@@ -67,16 +67,16 @@ def add_numbers(
         parser.add_argument(f"--{name}", type=number(kind, least), metavar="N", help=about)
 
 
-def number(kind: type, least: float, most: float = sys.float_info.max) -> Callable[[str], Any]:
-    """Returns an argument type for an `int` or `float` from `least` to `most`."""
-    limits = f"of at least {least:g}" + ("" if most == sys.float_info.max else f" and at most {most:g}")
+def number(kind: type, least: float, largest: float = sys.float_info.max) -> Callable[[str], Any]:
+    """Returns an argument type for an `int` or `float` from `least` to `largest`."""
+    limits = f"of at least {least:g}" + ("" if largest == sys.float_info.max else f" and at most {largest:g}")
 
     def parse(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not least <= value <= most:
+        if not least <= value <= largest:
             name = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {name} {limits}")
         return value

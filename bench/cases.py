@@ -17,7 +17,7 @@ HELD = "acceptance"
 """A setting of a system that is no configuration key: the rate at which a synthetic rule holds acceptance."""
 
 OF_THE_TEXT = ("store.", "prefill.", "offload.resident_tokens", "offload.cpu_tokens")
-"""Keys that apply when a prompt is read, which happens once for all configurations of offload-rt."""
+"""Keys that apply to the prefill of a prompt, which happens once for all configurations of offload-rt."""
 
 ADAPTERS = sorted(path.stem for path in (Path(__file__).parent / "systems").glob("[a-z]*.py"))
 
@@ -49,17 +49,17 @@ class Named:
         Raises:
             UsageError: the system does not take these settings.
         """
-        adapter, _, rest = text.partition(":")
-        system, *given = rest.split("+")
-        if given and adapter != "ours":
+        adapter, _, system_text = text.partition(":")
+        system, *overrides = system_text.split("+")
+        if overrides and adapter != "ours":
             raise UsageError(f"--systems {text}: only ours:… takes settings after a +")
-        settings = dict(map(parse_override, given))
+        settings = dict(map(parse_override, overrides))
         if early := next((key for key in settings if key.startswith(OF_THE_TEXT)), None):
             raise UsageError(f"--systems {text}: all systems of ours share {early}; use --set {early}=…")
-        held: Any = settings.pop(HELD, None)
-        if held is not None and not (isinstance(held, int | float) and 0 <= held <= 1):
-            raise UsageError(f"--systems {text}: {HELD} must be a number from 0 to 1, got {held}")
-        return cls(adapter, system, settings, held)
+        acceptance: Any = settings.pop(HELD, None)
+        if acceptance is not None and not (isinstance(acceptance, int | float) and 0 <= acceptance <= 1):
+            raise UsageError(f"--systems {text}: {HELD} must be a number from 0 to 1, got {acceptance}")
+        return cls(adapter, system, settings, acceptance)
 
     def config(self, options: Mapping[str, object]) -> Config:
         """The configuration of a system of ours, with `options` below its own settings.
@@ -80,7 +80,7 @@ def drafts_chains(config: Config) -> bool:
 
 
 def text_config(options: Mapping[str, object], *, draft: bool) -> Config:
-    """The configuration by which a prompt is read that all systems of ours share."""
+    """The configuration of the prefill that all systems of ours share."""
     return load_config("triforce" if draft else "retrieval", options)
 
 
@@ -92,20 +92,22 @@ def with_acceptances(
     Raises:
         UsageError: a system does not exist, or there are acceptances and none drafts chains.
     """
-    found, held = list[str](), False
+    texts, applied = list[str](), False
     for text in systems:
         named = Named.parse(text)
-        free = named.adapter == "ours" and drafts_chains(named.config(options)) and named.acceptance is None
-        found += [f"{text}+{HELD}={each:g}" for each in acceptances if free] or [text]
-        held |= free
-    if acceptances and not held:
+        repeats = (
+            named.adapter == "ours" and drafts_chains(named.config(options)) and named.acceptance is None
+        )
+        texts += [f"{text}+{HELD}={acceptance:g}" for acceptance in acceptances if repeats] or [text]
+        applied |= repeats
+    if acceptances and not applied:
         raise UsageError("--acceptance: no system of ours among --systems drafts chains; name one that does")
-    return tuple(found)
+    return tuple(texts)
 
 
 def in_place(system: str) -> str:
     """The name of a system without the settings that matter over a link only."""
-    return "+".join(one for one in system.split("+") if not one.startswith("offload."))
+    return "+".join(override for override in system.split("+") if not override.startswith("offload."))
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,14 @@ class Place:
             the link of the case.
         shares: shares of the prompt that are resident on the device and attended by the CPU; None: as
             planned.
-        drawn: whether a timeline of some rounds is drawn.
+        timeline: whether a timeline of some rounds is drawn.
         gpus: further links of the same rate, each to an emulated GPU that attends to what it is sent.
     """
 
     name: str = ""
     stream: float = 0.0
     shares: tuple[float, float] | None = None
-    drawn: bool = False
+    timeline: bool = False
     gpus: int = 0
 
     def options(self, context: int, page: int) -> dict[str, object]:
@@ -224,7 +226,7 @@ CASES = {
             Place("balanced, streamed", 1.0, STREAMED),
             Place("balanced, quarter resident", 1.0, (0.25, 0.0)),
             Place("balanced, quarter CPU", 1.0, (0.0, 0.25)),
-            Place("balanced, quarter resident, quarter CPU", 1.0, (0.25, 0.25), drawn=True),
+            Place("balanced, quarter resident, quarter CPU", 1.0, (0.25, 0.25), timeline=True),
             Place("stream-bound, streamed", 2.0, STREAMED),
             Place("stream-bound, over two links", 2.0, STREAMED, gpus=1),
             Place("draft-bound, streamed", 0.5, STREAMED),
@@ -241,7 +243,7 @@ CASES = {
         quick={"contexts": (8192,), "new_tokens": 80, "turns": 1},
         on_cuda={
             "contexts": (16_384, 32_768, 65_536, 131_072),
-            "places": (Place("streamed", shares=STREAMED), Place("planned", drawn=True)),
+            "places": (Place("streamed", shares=STREAMED), Place("planned", timeline=True)),
             "options": ON_CUDA,
             "new_tokens": 48,  # each a pass over all KV in plain decoding
         },

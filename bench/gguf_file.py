@@ -82,8 +82,8 @@ def _write(folder: Path, dtype: str, path: Path) -> None:
             halves = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:])
             tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
         kind = of_matrices if tensor.ndim > 1 else F32
-        known = names.get_name(name, (".weight", ".bias"))
-        writer.add_tensor(known, gguf.quantize(tensor, kind), raw_dtype=kind)
+        gguf_name = names.get_name(name, (".weight", ".bias"))
+        writer.add_tensor(gguf_name, gguf.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -24,7 +24,7 @@ import torch
 from bench import arguments as args
 from bench import gpu_checks, gpu_engine_checks, gpu_kernel_checks, machine
 from bench.cases import GPU_MEMORY_GIB
-from bench.gpu_checks import SIZES, Given, Sizes
+from bench.gpu_checks import SIZES, Sizes, Subject
 from bench.results import RESULTS, Row, cell, envelope
 from bench.runner import ROOT
 from bench.worker import cap
@@ -35,7 +35,7 @@ from offload_rt.machine.inventory import read_versions
 from offload_rt.machine.measuring import CPU
 from offload_rt.system.files import check_writable
 
-CHECKS: dict[str, Callable[[Given], Iterable[Row]]] = {
+CHECKS: dict[str, Callable[[Subject], Iterable[Row]]] = {
     "kernels": gpu_kernel_checks.kernels,
     "packed-pages": gpu_kernel_checks.packed_pages,
     "link-rates": gpu_kernel_checks.link_rates,
@@ -59,8 +59,8 @@ OF_TWO_GPUS, ASKED_FOR = ("two-gpus", "groups"), ("largest",)
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     """Adds the arguments of the command."""
-    told = [f"  {check:12} {function.__doc__}" for check, function in CHECKS.items()]
-    parser.description = "Checks, in this order:\n\n" + "\n".join(told)
+    lines = [f"  {check:12} {function.__doc__}" for check, function in CHECKS.items()]
+    parser.description = "Checks, in this order:\n\n" + "\n".join(lines)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     kind = args.listed(args.one_of(tuple(CHECKS)))
     about = f"checks (default: all but {', '.join(ASKED_FOR)}, and those of two GPUs where there are two)"
@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the checks; returns 1 if one failed."""
-    if missing := no_cuda_device():
-        raise UsageError(f"bench gpu: {missing}")
+    if reason := no_cuda_device():
+        raise UsageError(f"bench gpu: {reason}")
     sizes = SIZES["quick" if arguments.quick else "full"]
     out: Path = arguments.out or RESULTS / f"gpu-{'quick' if arguments.quick else 'checks'}.jsonl"
     check_writable("--out", out)
@@ -99,27 +99,29 @@ def _by_default(gpus: int) -> list[str]:
 def findings(name: str, sizes: Sizes) -> Iterator[Row]:
     """Runs a check in a process of its own; yields its findings, and how the process failed if it did."""
     command = [sys.executable, "-m", "bench.gpu", name, sizes.name]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    yield from map(json.loads, done.stdout.splitlines())
-    if done.returncode:
-        yield {"failed": f"its process ended with {done.returncode}, or was not done after {sizes.limit_s} s"}
+    process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    yield from map(json.loads, process.stdout.splitlines())
+    if process.returncode:
+        yield {
+            "failed": f"its process ended with {process.returncode}, or was not done after {sizes.limit_s} s"
+        }
 
 
-def _row(name: str, found: Iterable[Row]) -> Row:
+def _row(name: str, findings: Iterable[Row]) -> Row:
     """The line of a check, from all that it found."""
     figures: Row = {}
     why: dict[str, list[str]] = {"failed": [], "skipped": []}
-    for one in found:
+    for finding in findings:
         for status, reasons in why.items():
-            reasons += [one.pop(status)] if status in one else []
-        figures |= one
+            reasons += [finding.pop(status)] if status in finding else []
+        figures |= finding
     status = next((status for status, reasons in why.items() if reasons), "ok")
     return {"check": name, "status": status, "why": why["failed"] + why["skipped"]} | figures
 
 
 def _shown(row: Row) -> str:
     """A line for people, without figures that have many values."""
-    of = (key for key, one in row.items() if key not in ("check", "status", "why"))
+    of = (key for key, value in row.items() if key not in ("check", "status", "why"))
     figures = (f"{key} {cell(row[key])}" for key in of if not isinstance(row[key], (list, dict)))
     return f"{row['status']:8} {row['check']}: {', '.join((*row['why'], *figures))}"
 
@@ -133,8 +135,8 @@ def check(name: str, size: str) -> None:
         for number in range(torch.cuda.device_count()):
             cap(GPU_MEMORY_GIB, torch.device("cuda", number))  # so that a large GPU stands for a desktop's
         with redirect_stdout(sys.stderr):
-            for found in CHECKS[name](Given(device, sizes)):
-                print(json.dumps(found), file=out, flush=True)
+            for finding in CHECKS[name](Subject(device, sizes)):
+                print(json.dumps(finding), file=out, flush=True)
     except Exception as error:
         traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]

@@ -73,16 +73,16 @@ SIZES = {"full": Sizes(), "quick": Sizes("quick", limit_s=100, locked_bytes=9 * 
 
 
 @dataclass(frozen=True)
-class Given:
-    """The device and the sizes of a check."""
+class Subject:
+    """What a check runs on: a device, and sizes."""
 
     device: torch.device
     sizes: Sizes
 
 
-def page_locking(given: Given) -> Iterator[Row]:
+def page_locking(subject: Subject) -> Iterator[Row]:
     """Page-locks memory; fails if that is refused, or kernels read or write it wrongly."""
-    device, size, refusals = given.device, given.sizes.locked_bytes, list[str]()
+    device, size, refusals = subject.device, subject.sizes.locked_bytes, list[str]()
     yield {"gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]}
     with closing(SlabAllocator(True, refusals.append)) as slabs:
         slab = slabs.allocate((size,), torch.uint8)
@@ -90,12 +90,12 @@ def page_locking(given: Given) -> Iterator[Row]:
         if refusals:
             yield {"failed": refusals[0]}
             return
-        last, wanted = slab.result()[-MIB:], (torch.arange(MIB) % 251).to(torch.uint8)
-        last.copy_(wanted)
-        read = computed_copy(view := device_view(last, device))
-        computed_copy(read.flip(0), out=view)
+        last, pattern = slab.result()[-MIB:], (torch.arange(MIB) % 251).to(torch.uint8)
+        last.copy_(pattern)
+        copied = computed_copy(view := device_view(last, device))
+        computed_copy(copied.flip(0), out=view)
         torch.cuda.synchronize(device)
-        if not (torch.equal(read.cpu(), wanted) and torch.equal(last, wanted.flip(0))):
+        if not (torch.equal(copied.cpu(), pattern) and torch.equal(last, pattern.flip(0))):
             yield {"failed": "kernels read or write other bytes than the host in page-locked memory"}
 
 
@@ -103,17 +103,17 @@ def page_locking(given: Given) -> Iterator[Row]:
 def linked(device: torch.device) -> Iterator[tuple[CudaLink, Callable[[], Event]]]:
     """A link, and a function that starts a bulk copy over it."""
     with closing(CudaLink(device)) as link:
-        here = torch.zeros(BULK_BYTES, dtype=torch.uint8, pin_memory=True)
-        there = torch.empty_like(here, device=device)
+        host_copy = torch.zeros(BULK_BYTES, dtype=torch.uint8, pin_memory=True)
+        device_copy = torch.empty_like(host_copy, device=device)
         torch.cuda.synchronize(device)
-        yield link, lambda: link.copy([(there, here)])
+        yield link, lambda: link.copy([(device_copy, host_copy)])
 
 
 def behind(
     bulk: Sequence[Callable[[], Event]], stream: torch.cuda.Stream, work: Callable[[], object]
 ) -> tuple[float, bool]:
     """Median ms of `work` on `stream` behind bulk copies, and whether it overtook them each time."""
-    spent, overtook = list[float](), True
+    times, overtook = list[float](), True
     for _ in range(REPEATS):
         copied = [copy() for _ in range(BULK_COPIES) for copy in bulk]
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -122,21 +122,21 @@ def behind(
         ended.record(stream)
         ended.synchronize()
         overtook &= not copied[-1].done()
-        spent.append(began.elapsed_time(ended))
+        times.append(began.elapsed_time(ended))
         for event in copied:
             event.synchronize()
-    return median(spent), overtook
+    return median(times), overtook
 
 
-def overtaking(given: Given) -> Iterator[Row]:
+def overtaking(subject: Subject) -> Iterator[Row]:
     """Times an urgent copy, and one on the default stream, behind 192 MiB; fails above 1 ms."""
-    device, here = given.device, torch.ones(1024, pin_memory=True)
-    there = torch.empty_like(here, device=device)
+    device, on_host = subject.device, torch.ones(1024, pin_memory=True)
+    on_device = torch.empty_like(on_host, device=device)
     default = torch.cuda.current_stream(device)
     with linked(device) as (link, bulk):
         for name, stream, work in (
-            ("urgent", device_streams(device).urgent, lambda: link.copy([(there, here)], urgent=True)),
-            ("default_stream", default, lambda: there.copy_(here, non_blocking=True)),
+            ("urgent", device_streams(device).urgent, lambda: link.copy([(on_device, on_host)], urgent=True)),
+            ("default_stream", default, lambda: on_device.copy_(on_host, non_blocking=True)),
         ):
             ms, overtook = behind([bulk], stream, work)
             yield {f"{name}_ms": ms, f"{name}_overtook": overtook}
@@ -144,9 +144,9 @@ def overtaking(given: Given) -> Iterator[Row]:
                 yield {"failed": f"{name}: a small copy took {ms:.1f} ms behind bulk copies"}
 
 
-def attention(given: Given) -> Iterator[Row]:
+def attention(subject: Subject) -> Iterator[Row]:
     """Compares attention with float64, and Triton kernels with the plain form; fails where they differ."""
-    device, page, backend = given.device, StoreConfig.page, choose_backend(given.device)
+    device, page, backend = subject.device, StoreConfig.page, choose_backend(subject.device)
     yield {"backend": backend.name}
     try:
         layout = KVLayout(1, KV_HEADS, HEAD_DIM, torch.bfloat16, page)
@@ -154,31 +154,31 @@ def attention(given: Given) -> Iterator[Row]:
         yield {"triton": "as the plain form"}
     except Exception as error:  # Triton raises errors of many kinds
         yield {"failed": f"Triton kernels: {type(error).__name__}: {first_line(error)}"}
-    rate, cases, scale, few = machine.read_rate(device), list[Row](), HEAD_DIM**-0.5, 64 * page
+    rate, cases, scale, masked_tokens = machine.read_rate(device), list[Row](), HEAD_DIM**-0.5, 64 * page
     generator, dtype = torch.Generator(device).manual_seed(0), torch.bfloat16
     draw = partial(torch.randn, generator=generator, device=device, dtype=dtype)
-    pages = draw(given.sizes.keys // page, 2, KV_HEADS, page, HEAD_DIM)
+    pages = draw(subject.sizes.keys // page, 2, KV_HEADS, page, HEAD_DIM)
     keys, values = (head_major(pages[:, part]) for part in range(2))
     for count in (1, 17, 64):
-        asked = fold(draw(HEADS, count, HEAD_DIM), KV_HEADS)
+        rows = fold(draw(HEADS, count, HEAD_DIM), KV_HEADS)
 
         def attend() -> tuple[Tensor, Tensor]:
-            return attended(backend, asked, PlainPages.of(pages), scale)  # noqa: B023
+            return attended(backend, rows, PlainPages.of(pages), scale)  # noqa: B023
 
         gb_s = pages.nbytes / least_seconds(attend, device) / 1e9
-        off = largest_error(attend(), exact(asked, keys, values, scale))
+        off = largest_error(attend(), exact(rows, keys, values, scale))
         # A mask hides the first page, which is a whole block of a kernel.
-        mask = torch.zeros(asked.shape[1], min(few, keys.shape[1]), device=device)
+        mask = torch.zeros(rows.shape[1], min(masked_tokens, keys.shape[1]), device=device)
         mask[:, :page] = -torch.inf
         near, of = (side[:, : mask.shape[1]] for side in (keys, values))
-        folded = folded_mask(backend, mask, asked, len(asked))
-        masked = attended(backend, asked, PlainPages.one(near, of), scale, folded)
-        wanted = exact(asked, near[:, page:], of[:, page:], scale)
-        case = {"queries": count, "off": off, "masked_off": largest_error(masked, wanted)}
+        folded = folded_mask(backend, mask, rows, len(rows))
+        masked = attended(backend, rows, PlainPages.one(near, of), scale, folded)
+        expected = exact(rows, near[:, page:], of[:, page:], scale)
+        case = {"queries": count, "off": off, "masked_off": largest_error(masked, expected)}
         cases.append(case | {"gb_s": gb_s, "share_of_rate": gb_s / rate})
-    yield {"largest_share_of_rate": max(one["share_of_rate"] for one in cases), "cases": cases}
+    yield {"largest_share_of_rate": max(case["share_of_rate"] for case in cases), "cases": cases}
     worst = max(
-        (one[key] for one in cases for key in ("off", "masked_off")), key=lambda off: (off != off, off)
+        (case[key] for case in cases for key in ("off", "masked_off")), key=lambda off: (off != off, off)
     )
     yield {"largest_error": worst}
     if not worst < ALLOWED_ERROR:  # NaN is not
@@ -208,7 +208,11 @@ def exact(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[
     return torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
 
 
-def largest_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+def largest_error(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Largest error of output, log-sum-exp or mass, over the largest entry."""
-    pairs = zip(found, wanted, strict=True)
-    return float(torch.stack([(one - other).abs().max() / other.abs().max() for one, other in pairs]).max())
+    pairs = zip(results, expected, strict=True)
+    return float(
+        torch.stack(
+            [(result - reference).abs().max() / reference.abs().max() for result, reference in pairs]
+        ).max()
+    )

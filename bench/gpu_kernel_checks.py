@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.cases import ON_CUDA
-from bench.gpu_checks import ALLOWED_ERROR, HEAD_DIM, MIB, Given, exact, largest_error
+from bench.gpu_checks import ALLOWED_ERROR, HEAD_DIM, MIB, Subject, exact, largest_error
 from bench.random_models import random_model, random_prompt
 from bench.recorded_text import RecordedText
 from bench.results import Row
@@ -47,7 +47,7 @@ SLOWEST_PIECES = 0.9  # of the rate of copies in one piece
 FEWEST_EQUAL = 16  # tokens; behind them two logits of bfloat16 may be nearly tied
 
 
-def drawn(*shape: int, device: torch.device, escapes: bool = False) -> Tensor:
+def random_kv(*shape: int, device: torch.device, escapes: bool = False) -> Tensor:
     """Values as of KV in bfloat16; with `escapes`, some are far below their channel's largest."""
     x = torch.randn(*shape, device=device)
     if escapes:
@@ -55,51 +55,51 @@ def drawn(*shape: int, device: torch.device, escapes: bool = False) -> Tensor:
     return x.to(torch.bfloat16)
 
 
-def milliseconds(given: Given, work: Callable[[], object], launches: int = 20) -> float:
+def milliseconds(subject: Subject, work: Callable[[], object], launches: int = 20) -> float:
     """Median ms of `work`, launched so often in a row that the device, not the host, is timed."""
     work()
-    spent = list[float]()
-    for _ in range(given.sizes.repeats):
+    times = list[float]()
+    for _ in range(subject.sizes.repeats):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         for _ in range(launches):
             work()
         ended.record()
         ended.synchronize()
-        spent.append(began.elapsed_time(ended) / launches)
-    return max(median(spent), 1e-6)  # of the clock of an emulated device
+        times.append(began.elapsed_time(ended) / launches)
+    return max(median(times), 1e-6)  # of the clock of an emulated device
 
 
 @torch.inference_mode()
-def kernels(given: Given) -> Iterator[Row]:
+def kernels(subject: Subject) -> Iterator[Row]:
     """Compares merged attention, attention mass and quantised attention with float64, at real shapes."""
     if why := use_triton():
         yield {"failed": f"Triton kernels: {why}"}
         return
     for shape, (heads, kv_heads) in SHAPES.items():
         for queries in (1, 8, 24):
-            worst, gb_s = _attention_and_mass(given, heads, kv_heads, queries)
+            worst, gb_s = _attention_and_mass(subject, heads, kv_heads, queries)
             yield {f"{shape}_q{queries}_off": worst, f"{shape}_q{queries}_gb_s": gb_s}
             if not worst < ALLOWED_ERROR:  # NaN is not
                 yield {"failed": f"{shape}, {queries} queries: attention or its mass is {worst:.2g} off"}
         for bits in (8, 4):
-            worst, gb_s = _quantized(given, heads, kv_heads, bits)
+            worst, gb_s = _quantized(subject, heads, kv_heads, bits)
             yield {f"{shape}_{bits}bit_off": worst, f"{shape}_{bits}bit_gb_s": gb_s}
             if not worst < ALLOWED_ERROR:
                 yield {"failed": f"{shape}, {bits} bits: quantised attention is {worst:.2g} off"}
 
 
-def _attention_and_mass(given: Given, heads: int, kv_heads: int, count: int) -> tuple[float, float]:
+def _attention_and_mass(subject: Subject, heads: int, kv_heads: int, count: int) -> tuple[float, float]:
     """Returns the largest error, and GB/s of keys and values."""
     from offload_rt.kernels import triton_operators  # Triton is not in every installation
 
-    device, scale, sample = given.device, HEAD_DIM**-0.5, Sample.of(count)
-    queries = fold(drawn(heads, count, HEAD_DIM, device=device), kv_heads)
-    both = drawn(given.sizes.pages * 8 // kv_heads, 2, kv_heads, PAGE, HEAD_DIM, device=device)
+    device, scale, sample = subject.device, HEAD_DIM**-0.5, Sample.of(count)
+    queries = fold(random_kv(heads, count, HEAD_DIM, device=device), kv_heads)
+    both = random_kv(subject.sizes.pages * 8 // kv_heads, 2, kv_heads, PAGE, HEAD_DIM, device=device)
     keys, values = both[:, 0], both[:, 1]
     backend = TorchCudaBackend()
     before = backend.add(None, queries, PlainPages(keys[:1], values[:1]), scale)
-    out, lse = (one.contiguous() for one in before)
+    out, lse = (tensor.contiguous() for tensor in before)
     chunks = len(keys) * PAGE // CHUNK
     rows = heads // kv_heads * len(range(0, sample.period, sample.step))
     mass = torch.full((kv_heads, rows, chunks + 3), torch.nan, device=device)[:, :, 1:-2]
@@ -112,78 +112,78 @@ def _attention_and_mass(given: Given, heads: int, kv_heads: int, count: int) -> 
         both_keys, both_values = (
             torch.cat([part, side[0, head]])[None] for part, side in zip(text, (keys, values), strict=True)
         )
-        wanted = exact(queries[head : head + 1], both_keys, both_values, scale)
-        asked = operators.sampled_rows(queries, *every)[head].double() @ text[0].double().T * scale
+        expected = exact(queries[head : head + 1], both_keys, both_values, scale)
+        sampled = operators.sampled_rows(queries, *every)[head].double() @ text[0].double().T * scale
         shift = operators.sampled_rows(lse, *every)[head].double()[:, None]
-        wanted_mass = (asked - shift).exp().unflatten(-1, (-1, CHUNK)).sum(-1)
-        found = (*(one[head : head + 1] for one in pair), mass[head])
-        worst = max(worst, largest_error(found, (*wanted, wanted_mass)))
-    ms = milliseconds(given, lambda: backend.parts(queries, keys, values, scale, None))
+        expected_mass = (sampled - shift).exp().unflatten(-1, (-1, CHUNK)).sum(-1)
+        results = (*(tensor[head : head + 1] for tensor in pair), mass[head])
+        worst = max(worst, largest_error(results, (*expected, expected_mass)))
+    ms = milliseconds(subject, lambda: backend.parts(queries, keys, values, scale, None))
     return worst, both.nbytes / ms / 1e6
 
 
-def _quantized(given: Given, heads: int, kv_heads: int, bits: int) -> tuple[float, float]:
+def _quantized(subject: Subject, heads: int, kv_heads: int, bits: int) -> tuple[float, float]:
     """Returns the largest error beside the plain form, and GB/s of codes and ranges."""
     from offload_rt.kernels import triton_operators
 
-    device, tokens = given.device, given.sizes.quantized_entries
+    device, tokens = subject.device, subject.sizes.quantized_entries
     layout = KVLayout(1, kv_heads, HEAD_DIM, torch.bfloat16)
     layer = QuantizedKV.empty(layout, tokens, bits, device).layer(0)
-    layer.put(*drawn(2, kv_heads, tokens, HEAD_DIM, device=device))
-    queries = fold(drawn(heads, 4, HEAD_DIM, device=device), kv_heads)
-    seen = torch.tensor(tokens - 40, device=device)
+    layer.put(*random_kv(2, kv_heads, tokens, HEAD_DIM, device=device))
+    queries = fold(random_kv(heads, 4, HEAD_DIM, device=device), kv_heads)
+    entries = torch.tensor(tokens - 40, device=device)
 
     def attend() -> tuple[Tensor, Tensor]:
-        merged = triton_operators.attend_quantized(queries, *layer, seen, HEAD_DIM**-0.5)
+        merged = triton_operators.attend_quantized(queries, *layer, entries, HEAD_DIM**-0.5)
         return triton_operators.combine(*merged)
 
-    wanted = operators.combine(*operators.attend_quantized(queries, *layer, seen, HEAD_DIM**-0.5))
-    worst = largest_error(attend(), wanted)
-    return worst, sum(tensor.nbytes for tensor in layer) / milliseconds(given, attend) / 1e6
+    expected = operators.combine(*operators.attend_quantized(queries, *layer, entries, HEAD_DIM**-0.5))
+    worst = largest_error(attend(), expected)
+    return worst, sum(tensor.nbytes for tensor in layer) / milliseconds(subject, attend) / 1e6
 
 
 @torch.inference_mode()
-def packed_pages(given: Given) -> Iterator[Row]:
+def packed_pages(subject: Subject) -> Iterator[Row]:
     """Packs and unpacks pages bit by bit, by kernels, and through store, link and ring; fails on any bit.
 
     Attends to them as they are, with 17 queries, and compares with float64.
     """
-    device, codec = given.device, machine_codec()
+    device, codec = subject.device, machine_codec()
     for name, (heads, kv_heads) in SHAPES.items():
-        shape, count = PackedShape(kv_heads, PAGE, HEAD_DIM), given.sizes.pages * 8 // kv_heads
-        values = drawn(count, 2, kv_heads, PAGE, HEAD_DIM, device=device, escapes=True)
+        shape, count = PackedShape(kv_heads, PAGE, HEAD_DIM), subject.sizes.pages * 8 // kv_heads
+        values = random_kv(count, 2, kv_heads, PAGE, HEAD_DIM, device=device, escapes=True)
         packed = codec.encode(shape, values)
-        there, side = (torch.full_like(part, torch.nan) for part in (values, values[:, 1:].contiguous()))
-        unpack, pack = partial(codec.decode, shape, packed, there), partial(codec.encode, shape, values)
+        unpacked, side = (torch.full_like(part, torch.nan) for part in (values, values[:, 1:].contiguous()))
+        unpack, pack = partial(codec.decode, shape, packed, unpacked), partial(codec.encode, shape, values)
         unpack()
         codec.decode(shape, packed, side, 1)
-        same = torch.equal(_bits(there), _bits(values)) and torch.equal(_bits(side), _bits(values[:, 1:]))
+        same = torch.equal(_bits(unpacked), _bits(values)) and torch.equal(_bits(side), _bits(values[:, 1:]))
         same &= torch.equal(packed.cpu(), codec.encode(shape, values.cpu()))
         moved, prompts = values.nbytes + packed.nbytes, LAYERS * 2**17 / (count * PAGE)
-        yield {f"{name}_unpack_gb_s": moved / milliseconds(given, unpack) / 1e6}
-        yield {f"{name}_pack_s_of_128k_tokens": prompts * milliseconds(given, pack) / 1e3}
+        yield {f"{name}_unpack_gb_s": moved / milliseconds(subject, unpack) / 1e6}
+        yield {f"{name}_pack_s_of_128k_tokens": prompts * milliseconds(subject, pack) / 1e3}
         if not same:
             yield {"failed": f"{name}: pages are packed or unpacked to other bits"}
-        queries = fold(drawn(heads, 17, HEAD_DIM, device=device), kv_heads)
-        yield from _packed_attention(given, name, queries, values)
-    yield from _through_the_ring(given)
+        queries = fold(random_kv(heads, 17, HEAD_DIM, device=device), kv_heads)
+        yield from _packed_attention(subject, name, queries, values)
+    yield from _through_the_ring(subject)
 
 
-def _packed_attention(given: Given, name: str, queries: Tensor, pages: Tensor) -> Iterator[Row]:
+def _packed_attention(subject: Subject, name: str, queries: Tensor, pages: Tensor) -> Iterator[Row]:
     """Yields the error of attention over packed pages, its GB/s, and its time by that over raw pages."""
     backend, scale = TorchCudaBackend(), HEAD_DIM**-0.5
     shape = PackedShape(pages.shape[2], PAGE, HEAD_DIM)
     packed = machine_codec().encode(shape, pages)
     forms = PackedPages(packed, shape, machine_codec()), PlainPages.of(pages)
     attend, attend_raw = (partial(backend.add, None, queries, form, scale) for form in forms)
-    found, worst = attend(), 0.0
+    results, worst = attend(), 0.0
     for head in range(0, len(queries), max(1, len(queries) // 4)):  # float64, a few heads at a time
         keys, values = (head_major(pages[:, side])[head, None] for side in range(2))
-        wanted = exact(queries[head : head + 1], keys, values, scale)
-        worst = max(worst, largest_error([one[head : head + 1] for one in found], wanted))
-    ms = milliseconds(given, attend)
+        expected = exact(queries[head : head + 1], keys, values, scale)
+        worst = max(worst, largest_error([result[head : head + 1] for result in results], expected))
+    ms = milliseconds(subject, attend)
     yield {f"{name}_packed_off": worst, f"{name}_packed_gb_s": packed.nbytes / ms / 1e6}
-    yield {f"{name}_packed_over_raw": ms / milliseconds(given, attend_raw)}
+    yield {f"{name}_packed_over_raw": ms / milliseconds(subject, attend_raw)}
     if not worst < ALLOWED_ERROR:
         yield {"failed": f"{name}: attention over packed pages is {worst:.2g} off"}
 
@@ -192,11 +192,11 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.int16)
 
 
-def _through_the_ring(given: Given) -> Iterator[Row]:
+def _through_the_ring(subject: Subject) -> Iterator[Row]:
     """Writes a prompt to the store, and streams it back: compares it, then times it."""
-    device, tokens = given.device, given.sizes.ring_pages * PAGE + 100
+    device, tokens = subject.device, subject.sizes.ring_pages * PAGE + 100
     layout = KVLayout(2, 8, HEAD_DIM, torch.bfloat16, PAGE, packed=True)
-    kv = drawn(2, 2, 8, tokens, HEAD_DIM, device=device, escapes=True)
+    kv = random_kv(2, 2, 8, tokens, HEAD_DIM, device=device, escapes=True)
     unlike = torch.rand(kv[0, :, :, 2 * PAGE : 3 * PAGE].shape, device=device) < 0.5
     kv[0, :, :, 2 * PAGE : 3 * PAGE] *= torch.where(unlike, 2.0**-60, 1.0).to(kv.dtype)  # cannot be packed
     whole = tokens // PAGE * PAGE
@@ -218,8 +218,8 @@ def _through_the_ring(given: Given) -> Iterator[Row]:
                     at = 0
                     for segment in stream.segments(layer):
                         if check:
-                            found = torch.stack(segment.head_major())
-                            equal &= torch.equal(found, kv[layer, :, :, at : at + segment.tokens])
+                            arrived = torch.stack(segment.head_major())
+                            equal &= torch.equal(arrived, kv[layer, :, :, at : at + segment.tokens])
                         at += segment.tokens
                     equal &= at == whole
                 engine.finish_compute()
@@ -228,21 +228,21 @@ def _through_the_ring(given: Given) -> Iterator[Row]:
             if not all(streamed(check=True) for _ in range(3)):
                 yield {"failed": "pages that crossed the link and the ring have other bits"}
             began = time.perf_counter()
-            for _ in range(given.sizes.repeats):
+            for _ in range(subject.sizes.repeats):
                 streamed(check=False)
-            spent = (time.perf_counter() - began) / given.sizes.repeats
-            yield {"ring_gb_s": 2 * layout.layer_bytes(whole) / spent / 1e9}
+            seconds = (time.perf_counter() - began) / subject.sizes.repeats
+            yield {"ring_gb_s": 2 * layout.layer_bytes(whole) / seconds / 1e9}
 
 
 @torch.inference_mode()
-def link_rates(given: Given) -> Iterator[Row]:
+def link_rates(subject: Subject) -> Iterator[Row]:
     """Times page-locked copies in one piece, in pieces as streams are copied, and beside products."""
-    device, size = given.device, given.sizes.copied_bytes
+    device, size = subject.device, subject.sizes.copied_bytes
     with closing(SlabAllocator(True)) as slabs, closing(CudaLink(device)) as link:
-        here = slabs.allocate((size,), torch.uint8).result()
-        there = torch.empty(size, dtype=torch.uint8, device=device)
-        square = torch.randn(*2 * [given.sizes.product], device=device, dtype=torch.bfloat16)
-        whole = milliseconds(given, lambda: there.copy_(here, non_blocking=True), 4)
+        on_host = slabs.allocate((size,), torch.uint8).result()
+        on_device = torch.empty(size, dtype=torch.uint8, device=device)
+        square = torch.randn(*2 * [subject.sizes.product], device=device, dtype=torch.bfloat16)
+        whole = milliseconds(subject, lambda: on_device.copy_(on_host, non_blocking=True), 4)
 
         def pieces(products: int = 0) -> float:
             torch.cuda.synchronize(device)
@@ -250,8 +250,8 @@ def link_rates(given: Given) -> Iterator[Row]:
                 torch.mm(square, square)
             began = time.perf_counter()
             for _ in range(4):
-                link.copy([(there, here)])
-            link.copy([(there, here)]).synchronize()
+                link.copy([(on_device, on_host)])
+            link.copy([(on_device, on_host)]).synchronize()
             return 5 * size / (time.perf_counter() - began) / 1e9
 
         rate, alone, beside = size / whole / 1e6, pieces(), pieces(products=100)
@@ -262,16 +262,16 @@ def link_rates(given: Given) -> Iterator[Row]:
 
 
 @torch.inference_mode()
-def temporaries(given: Given) -> Iterator[Row]:
+def temporaries(subject: Subject) -> Iterator[Row]:
     """Measures the temporary memory of choosing and quantising at the size of Llama-2-7B and 127K tokens."""
-    device, heads = given.device, SHAPES["llama2-7b"][1]
-    chunks, tokens = given.sizes.chunks, given.sizes.quantized_entries
+    device, heads = subject.device, SHAPES["llama2-7b"][1]
+    chunks, tokens = subject.sizes.chunks, subject.sizes.quantized_entries
     scores = torch.rand(LAYERS, heads, chunks, device=device)
-    held = torch.full((LAYERS, heads, tokens // CHUNK), NONE, device=device)
+    slot_chunks = torch.full((LAYERS, heads, tokens // CHUNK), NONE, device=device)
     layer = QuantizedKV.empty(KVLayout(1, heads, HEAD_DIM, torch.bfloat16), tokens, 8, device).layer(0)
-    keys, values = drawn(2, heads, tokens, HEAD_DIM, device=device)
+    keys, values = random_kv(2, heads, tokens, HEAD_DIM, device=device)
     works: dict[str, Callable[[], object]] = {
-        "choose": partial(choose_of_layers, scores, held),
+        "choose": partial(choose_of_layers, scores, slot_chunks),
         "quantise": partial(layer.put, keys, values),
     }
     for name, work in works.items():
@@ -282,7 +282,7 @@ def temporaries(given: Given) -> Iterator[Row]:
         work()
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before
-        yield {f"{name}_mib": peak / MIB, f"{name}_ms": milliseconds(given, work, 3)}
+        yield {f"{name}_mib": peak / MIB, f"{name}_ms": milliseconds(subject, work, 3)}
 
 
 PLACEMENTS: dict[str, dict[str, object]] = {
@@ -294,26 +294,32 @@ PLACEMENTS: dict[str, dict[str, object]] = {
 }
 
 
-def equal_tokens(given: Given) -> Iterator[Row]:
+def equal_tokens(subject: Subject) -> Iterator[Row]:
     """Compares greedy tokens of five placements, with drafts and without; fails where they differ early."""
-    device, sizes = given.device, given.sizes
-    prompt, found, notices = random_prompt(1000, sizes.tokens_context), dict[str, list[int]](), list[str]()
+    device, sizes = subject.device, subject.sizes
+    prompt, generated, notices = (
+        random_prompt(1000, sizes.tokens_context),
+        dict[str, list[int]](),
+        list[str](),
+    )
     keys: dict[str, object] = {**ON_CUDA, "store.segment_bytes": 2**20, "speculation.gamma2": 6}
     keys |= {"retrieval.budget": 512, "retrieval.recent": 64}
     whole = sizes.tokens_context // PAGE * PAGE
-    for name, more in PLACEMENTS.items():
-        placed = {key: min(value, whole) if type(value) is int else value for key, value in more.items()}
+    for name, overrides in PLACEMENTS.items():
+        placement = {
+            key: min(value, whole) if type(value) is int else value for key, value in overrides.items()
+        }
         model = random_model("tiny", torch.device("cpu"), torch.bfloat16)  # the same weights each time
         target = GraphedModel(torch.nn.Module.to(model, device), "tiny", notices.append)
         room = sizes.tokens_context + sizes.new_tokens + CHUNK
-        config = load_config("retrieval", keys | placed)
+        config = load_config("retrieval", keys | placement)
         with closing(RecordedText(target, None, CudaLink(device), config, room)) as text:
-            text.read([prompt])
+            text.prefill([prompt])
             for system in ("retrieval", "plain"):
-                (result,), _ = text.run(load_config(system, keys | placed), sizes.new_tokens)
-                found[f"{name}, {system}"] = result.tokens
-    base = found["resident, plain"]
-    for name, tokens in found.items():
+                (result,), _ = text.run(load_config(system, keys | placement), sizes.new_tokens)
+                generated[f"{name}, {system}"] = result.tokens
+    base = generated["resident, plain"]
+    for name, tokens in generated.items():
         equal = common_beginning(base, tokens)
         yield {f"{name}": equal}
         if equal < min(FEWEST_EQUAL, len(base)):

@@ -1,9 +1,9 @@
 """`python -m bench prediction-accuracy`: the planner's predictions beside what `bench offload` measured.
 
 The planner predicts the placements that were run, from figures measured apart from them: on a CPU, the rates
-of attention and memory alone, a pass with the KV in place, a drafted token and a verdict with nothing drafted
-ahead, and the bandwidth of the paced link; on a GPU, those of `offload-rt doctor`. Of a row itself the
-planner is only given the acceptance of drafted tokens.
+of attention and of memory, a pass with the KV in place, a drafted token and a verdict with nothing drafted
+ahead, and the bandwidth of the paced link; on a GPU, those of `offload-rt doctor`. The only figure of a row
+that the planner gets is the acceptance of drafted tokens.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     records = read_lines("results", path)
     out = arguments.out or path.with_name(f"prediction-accuracy-{path.stem}.json")
     check_writable("--out", out)
-    if not records or any(one["benchmark"] != "offload" for one in records):
+    if not records or any(record["benchmark"] != "offload" for record in records):
         raise UsageError(f"results {path}: is no result of `bench offload`")
     rows, in_place = list[Row](), dict[str, Sequence[Row]]()
     for record in records:
@@ -84,18 +84,18 @@ def run(arguments: argparse.Namespace) -> None:
             measured = {key: row["rounds"].get(key) for key in PREDICTED}
             named |= {"system": row["system"], "synthetic": row["synthetic"], "measured": measured}
             rows.append(named | {"predicted": row["predicted"], "ratio": row["rounds"][RATIO]})
-    summary = {"worst": worst([one["ratio"] for one in rows]), "rows": len(rows)}
+    summary = {"worst": worst([row["ratio"] for row in rows]), "rows": len(rows)}
     result = envelope(arguments, records[0]["machine"]) | summary | {"of": path.name, "rows": rows}
     write_json("--out", out, result, indent=1)
-    print(table([_cells(one) for one in rows]), end="\n\n")
+    print(table([_cells(row) for row in rows]), end="\n\n")
     print(json.dumps(summary))
 
 
-def _cells(one: Row) -> Row:
-    cells = {"place, system": f"{one['place']}, {one['system']}"}
+def _cells(row: Row) -> Row:
+    cells = {"place, system": f"{row['place']}, {row['system']}"}
     for key, name in PREDICTED.items():
-        cells |= {name: one["predicted"][key], f"{name} measured": one["measured"][key]}
-    return cells | {"ratio": one["ratio"]}
+        cells |= {name: row["predicted"][key], f"{name} measured": row["measured"][key]}
+    return cells | {"ratio": row["ratio"]}
 
 
 def measure_alone(
@@ -128,17 +128,17 @@ def attention_rates(shape: ModelShape, context: int, queries: Sequence[int]) -> 
         sequence = store.new_sequence()
         sequence.append(0, keys, values)
         for count in queries:
-            asked = torch.randn(heads, count, dim).to(dtype)
+            query_rows = torch.randn(heads, count, dim).to(dtype)
 
-            def attend(asked: Tensor = asked) -> Tensor:
-                total = AttentionSum(backend, asked, heads, dim**-0.5)
+            def attend(query_rows: Tensor = query_rows) -> Tensor:
+                total = AttentionSum(backend, query_rows, heads, dim**-0.5)
                 for pages in sequence.views(0):
                     total.attend(pages)
                 return total.result()
 
             attend()
-            taken = median(seconds(attend) for _ in range(ATTENTION_REPEATS))
-            rates.append(AttentionRate(count, (keys.nbytes + values.nbytes) / taken / 1e9))
+            elapsed = median(seconds(attend) for _ in range(ATTENTION_REPEATS))
+            rates.append(AttentionRate(count, (keys.nbytes + values.nbytes) / elapsed / 1e9))
     return rates
 
 
@@ -148,28 +148,28 @@ def _values(shape: ModelShape) -> Row:
 
 
 def _shape(values: Row) -> ModelShape:
-    given = values | {"dtype": ElementType(values["dtype"])}
+    arguments = values | {"dtype": ElementType(values["dtype"])}
     if "kinds" in values:  # older records are of models with full attention alone
-        given["kinds"] = LayerKinds(tuple(LayerKind(**kind) for kind in values["kinds"]["kinds"]))
-        given["recurrence"] = values["recurrence"] and Recurrence(**values["recurrence"])
-    return ModelShape(**given)
+        arguments["kinds"] = LayerKinds(tuple(LayerKind(**kind) for kind in values["kinds"]["kinds"]))
+        arguments["recurrence"] = values["recurrence"] and Recurrence(**values["recurrence"])
+    return ModelShape(**arguments)
 
 
 def predict_rows(record: Row, in_place: Sequence[Row]) -> list[Row]:
     """Adds `predicted` to rows, and the ratio to their `rounds`, where it is possible; returns these rows."""
-    found = []
+    predictions = []
     for row in record["rows"] if record["link_rate_gb_s"] else ():
         if "rounds" in row and (predicted := predict(record, in_place, row)):
             row["predicted"] = predicted
             ratio = predicted["ms_per_token"] / row["rounds"]["ms_per_token"]
             row["rounds"][RATIO] = ratio
-            found.append(row)
-    return found
+            predictions.append(row)
+    return predictions
 
 
 def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] | None:
     """The planner's prediction of a row, by the names in `PREDICTED`; None if figures are missing."""
-    system, found = row["system"], row["rounds"]
+    system, rounds = row["system"], row["rounds"]
     config = Named.parse(system).config(record["options"])
     request = PlanRequest(
         _shape(record["shape"]),
@@ -178,10 +178,10 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
         context=record["context"],
         new_tokens=0,
         hardware=_hardware(record),
-        measured_acceptance=found.get("acceptance", 1.0),
+        measured_acceptance=rounds.get("acceptance", 1.0),
     )
     request = with_budget(request)
-    predictor = CostModel(request)
+    costs = CostModel(request)
     if "processor" in record:
         alone = alike(in_place, system)
         late = alike(record["rows"], system, late=True)
@@ -189,20 +189,20 @@ def predict(record: Row, in_place: Sequence[Row], row: Row) -> dict[str, float] 
             late = next((row for row in record["rows"] if "draft_token_ms" in row.get("rounds", ())), None)
         if alone is None or late is None:
             return None
-        predictor = MeasuredAlone(request, alone["rounds"]["pass_ms"], late["rounds"])
+        costs = MeasuredAlone(request, alone["rounds"]["pass_ms"], late["rounds"])
     # Earlier versions wrote `cards` for other GPUs.
     gpus: Any = record.get("gpus", record.get("cards", 0))
-    others = found.get("other_gpus_tokens", found.get("other_cards_tokens", 0))
+    others = rounds.get("other_gpus_tokens", rounds.get("other_cards_tokens", 0))
     placement = Placement(
-        resident_tokens=int(found["resident_tokens"]),
-        cpu_tokens=int(found["cpu_tokens"]),
-        streamed_tokens=int(found["streamed_tokens"]),  # full pages only
+        resident_tokens=int(rounds["resident_tokens"]),
+        cpu_tokens=int(rounds["cpu_tokens"]),
+        streamed_tokens=int(rounds["streamed_tokens"]),  # full pages only
         shape=request.target,
         gpus=(GpuTier(0, int(others) // max(1, gpus)),) * gpus,
     )
     drafted = request.drafts[-1]
-    verification, draft = predictor.verification(placement, drafted), predictor.draft(drafted)
-    best = predictor.round(verification, draft)
+    verification, draft = costs.verification(placement, drafted), costs.draft(drafted)
+    best = costs.round(verification, draft)
     values = (verification.ms, draft.ms, best.ms, best.tokens, best.ms_per_token)
     return dict(zip(PREDICTED, values, strict=True))
 
@@ -247,5 +247,5 @@ class MeasuredAlone(CostModel):
 
     def ahead_ms(self, shape: DraftShape, outcomes: int) -> list[float]:
         """Drafts for several outcomes take as many times the measured time as is predicted."""
-        (one,) = super().ahead_ms(shape, 1)
-        return [ready / one * self.draft(shape).ms for ready in super().ahead_ms(shape, outcomes)]
+        (single,) = super().ahead_ms(shape, 1)
+        return [time / single * self.draft(shape).ms for time in super().ahead_ms(shape, outcomes)]

@@ -56,13 +56,13 @@ def checkpoint(name: str, dtype: torch.dtype, work: Path) -> Path:
         raise UsageError(f"--model {name}: there is no such shape; there are {', '.join(SHAPES)}")
     folder = work / f"random-{shape}-{str(dtype).removeprefix('torch.')}"
     if not folder.exists():
-        needed = SHAPES[shape].parameters * dtype.itemsize
-        if needed > available_memory():
-            raise UsageError(f"--model {name}: its weights, {needed / 2**30:.1f} GiB, do not fit in memory")
+        size = SHAPES[shape].parameters * dtype.itemsize
+        if size > available_memory():
+            raise UsageError(f"--model {name}: its weights, {size / 2**30:.1f} GiB, do not fit in memory")
         work.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(work).free
-        if needed > free:
-            sizes = f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free in {work}"
+        free_bytes = shutil.disk_usage(work).free
+        if size > free_bytes:
+            sizes = f"{size / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB are free in {work}"
             raise UsageError(f"--model {name}: its weights take {sizes}; set OFFLOAD_RT_CACHE to another")
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.part")
         random_model(shape, CPU, dtype).save_pretrained(unfinished)
@@ -74,8 +74,8 @@ def checkpoint(name: str, dtype: torch.dtype, work: Path) -> Path:
 def random_prompt(vocabulary: int, count: int) -> list[int]:
     """Random token IDs, the same ones each time."""
     generator = torch.Generator().manual_seed(1)
-    drawn: list[int] = torch.randint(vocabulary, (count,), generator=generator).tolist()
-    return drawn
+    tokens: list[int] = torch.randint(vocabulary, (count,), generator=generator).tolist()
+    return tokens
 
 
 def config_of(shape: ModelShape, positions: int) -> PretrainedConfig:

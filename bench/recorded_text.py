@@ -55,32 +55,32 @@ class RecordedText:
         self.close = self._engine.close
 
     @property
-    def placed(self) -> dict[str, int]:
+    def placement(self) -> dict[str, int]:
         """Tokens of a sequence in each tier; whole pages are streamed."""
         page, tiers = self._engine.store.layout.page_size, self.sequences[0].plan.tiers
-        others = sum(gpu.tokens for gpu in tiers.gpus)
-        placed = {"resident_tokens": tiers.resident_tokens, "cpu_tokens": tiers.cpu_tokens}
-        placed |= {"other_gpus_tokens": others} if others else {}
-        streamed = (len(self._prompt[0]) - 1) // page * page - sum(placed.values())
-        return placed | {"streamed_tokens": max(0, streamed)}
+        other_gpus = sum(gpu.tokens for gpu in tiers.gpus)
+        tokens = {"resident_tokens": tiers.resident_tokens, "cpu_tokens": tiers.cpu_tokens}
+        tokens |= {"other_gpus_tokens": other_gpus} if other_gpus else {}
+        streamed = (len(self._prompt[0]) - 1) // page * page - sum(tokens.values())
+        return tokens | {"streamed_tokens": max(0, streamed)}
 
     def _continuation(self, new_tokens: int) -> Continuation:
         draws = GeneratorDraws(0, self._engine.target.device)
         return Continuation(Sampling(Sampler(), draws), new_tokens)
 
-    def read(self, prompt: Prompt) -> float:
-        """Reads a prompt, unless it is the one before; returns ms of its prefill."""
+    def prefill(self, prompt: Prompt) -> float:
+        """Prefills a prompt, unless it is the previous one; returns ms of its prefill."""
         if prompt != self._prompt:
             while self.sequences:
                 self._engine.close_sequence(self.sequences.pop())
             self._prompt = ()
-            for left, text in zip(range(len(prompt), 0, -1), prompt, strict=True):
+            for remaining, text in zip(range(len(prompt), 0, -1), prompt, strict=True):
                 room = self._capacity - len(text)
-                self.sequences.append(self._engine.open(text, room, sequences=left))
+                self.sequences.append(self._engine.open(text, room, sequences=remaining))
                 sequence = self.sequences[-1]
                 self._engine.begin(sequence, sequence.plan, self._continuation(room))
             self._prompt = prompt
-            self._ms = sum(sequence.read_ms for sequence in self.sequences)
+            self._ms = sum(sequence.prefill_ms for sequence in self.sequences)
             if self._recording is not None:
                 self._recording.record()
         return self._ms
@@ -91,24 +91,26 @@ class RecordedText:
         for sequence, prompt in zip(self.sequences, self._prompt, strict=True):
             self._engine.rewind(sequence, len(prompt))
             self._engine.begin(sequence, sequence.plan.adapted(settings), self._continuation(new_tokens))
-        return sum(sequence.read_ms for sequence in self.sequences)
+        return sum(sequence.prefill_ms for sequence in self.sequences)
 
     def run(
-        self, config: Config, new_tokens: int, held: float | None = None
+        self, config: Config, new_tokens: int, acceptance: float | None = None
     ) -> tuple[list[GenerationResult], Recorded]:
         """Continues the prompt greedily; returns the results, and the rounds of the first sequence.
 
         Args:
-            held: the rate at which a synthetic rule holds acceptance; None: the acceptance is real.
+            acceptance: the rate at which a synthetic rule holds acceptance; None: the acceptance is real.
         """
         self.begin(config, new_tokens)
-        if held is not None:
+        if acceptance is not None:
             for sequence in self.sequences:
-                hold_acceptance(sequence.verifier, held)
+                hold_acceptance(sequence.verifier, acceptance)
         self._timeline.spans.clear()
         self._copies()
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-        writers = [OutputProcessor(self._engine, one, params, None, self.notices) for one in self.sequences]
+        writers = [
+            OutputProcessor(self._engine, sequence, params, None, self.notices) for sequence in self.sequences
+        ]
         try:
             finish(self._engine, writers)
             if failed := next((writer.error for writer in writers if writer.error), None):

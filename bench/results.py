@@ -58,32 +58,32 @@ class Results:
         self._before = read_lines("--out", self.path) if self.path.exists() else []
         title, described = COMMANDS[self.command][1], self._described
         self._head = [f"# {title[0].upper()}{title[1:]}", f"`{self._envelope['command']}`", note]
-        told = (f"{name.replace('_', ' ')} {said(value)}" for name, value in settings.items() if value)
+        stated = (f"{name.replace('_', ' ')} {in_words(value)}" for name, value in settings.items() if value)
         self._head.append(
             f"{described['processor']}, {described['threads']} threads, {described['memory_gib']} GiB, torch "
-            f"{described['torch']}, {self._envelope['date'][:10]}. {'; '.join(told)}."
+            f"{described['torch']}, {self._envelope['date'][:10]}. {'; '.join(stated)}."
         )
         self._sections: list[str] = []
         self.records: list[Row] = []
 
-    def held(self, key: Row) -> Row | None:
+    def earlier(self, key: Row) -> Row | None:
         """The newest part with this `key` and the same settings in the file, unless all its rows failed."""
-        wanted = (self._settings | key).items()
+        fields = (self._settings | key).items()
         for record in reversed(self._before):
-            if all(record.get(name) == value for name, value in wanted):
+            if all(record.get(name) == value for name, value in fields):
                 failed = all(isinstance(row.get("error"), str) for row in record["rows"])
                 return None if failed else record
         return None
 
     def record(self, key: Row, measure: Callable[[], Row], section: Callable[[Row], str]) -> Row:
         """Measures the part `key`, unless the file holds it, and writes and prints its `section`."""
-        record = self.held(key)
+        record = self.earlier(key)
         if record is None:
             record = self._envelope | self._settings | key | measure()
             self._before.append(record)
-            write_whole(self.path, "".join(json.dumps(one) + "\n" for one in self._before))
+            write_whole(self.path, "".join(json.dumps(part) + "\n" for part in self._before))
         else:
-            say(f"{said(tuple(key.values()))}: as measured at {record['date']}, in {self.path}")
+            say(f"{in_words(tuple(key.values()))}: as measured at {record['date']}, in {self.path}")
         self.records.append(record)
         self._sections.append(section(record))
         print(self._sections[-1], end="\n\n", flush=True)
@@ -100,17 +100,17 @@ class Results:
         print(json.dumps(summary))
 
 
-def destination(given: Path | None, name: str) -> Path:
+def destination(path: Path | None, name: str) -> Path:
     """Returns where the results go, having checked that they can be written there.
 
     Args:
-        given: by the user; None: a file `name` in `bench/results`.
+        path: as the user gave it; None: a file `name` in `bench/results`.
 
     Raises:
         UsageError: they cannot.
     """
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = given or RESULTS / name
+    path = path or RESULTS / name
     if path.suffix in (PAGE, PICTURE):
         raise UsageError(f"--out {path}: the page or the picture goes there; name it .jsonl")
     for suffix in (path.suffix, PAGE, PICTURE, SUMMARY):
@@ -156,7 +156,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     cells = [header, *([cell(value) for value in row.values()] for row in rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
-        f"| {' | '.join(one.rjust(w) if at else one.ljust(w) for at, (one, w) in enumerate(pairs))} |"
+        f"| {' | '.join(text.rjust(w) if at else text.ljust(w) for at, (text, w) in enumerate(pairs))} |"
         for pairs in (list(zip(row, widths, strict=True)) for row in cells)
     ]
     rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
@@ -172,12 +172,12 @@ def cell(value: object) -> str:
     return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.{3 if abs(value) < 1 else 2}f}"
 
 
-def said(value: object) -> str:
+def in_words(value: object) -> str:
     """Formats a setting for a sentence."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} = {one}" for key, one in value.items())
+        return ", ".join(f"{key} = {item}" for key, item in value.items())
     if isinstance(value, tuple | list):
-        return ", ".join(map(said, value))
+        return ", ".join(map(in_words, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

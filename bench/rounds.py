@@ -47,28 +47,28 @@ def figures(run: Recorded) -> dict[str, float]:
     rounds = steady(run.rounds)
     whole = len(rounds) == len(run.rounds)
     begin, end = interval(run.rounds) if whole else (rounds[0].started, run.rounds[-1].started)
-    tokens, proposed = sum(one.accepted + 1 for one in rounds), sum(one.proposed for one in rounds)
-    drafted = max(one.proposed for one in rounds)
-    late = proposed and not any(one.ahead_ms for one in run.rounds)
-    guesses = [one.guessed for one in run.rounds if one.guessed is not None]
+    tokens, proposed = sum(round.accepted + 1 for round in rounds), sum(round.proposed for round in rounds)
+    drafted = max(round.proposed for round in rounds)
+    late = proposed and not any(round.ahead_ms for round in run.rounds)
+    guesses = [round.guessed for round in run.rounds if round.guessed is not None]
     pairs = zip(run.rounds, run.rounds[1:-1], strict=False)
-    guessed = [one.ms for before, one in pairs if before.guessed and one.proposed == drafted]
-    found = {
+    guessed = [round.ms for before, round in pairs if before.guessed and round.proposed == drafted]
+    values = {
         "ms_per_token": 1e3 * (end - begin) / tokens,
         "tokens_per_round": tokens / len(rounds),
         "acceptance": acceptance(run.rounds),
         "drafted": drafted,
-        "round_ms": median(one.ms for one in rounds),
-        "pass_ms": median(one.pass_ms for one in rounds),
-        "draft_ms": median(one.draft_ms for one in rounds),
-        "ahead_ms": median(one.ahead_ms for one in rounds),
-        "verdict_ms": median(one.verdict_ms for one in rounds),
-        "draft_token_ms": sum(one.draft_ms for one in rounds) / proposed if late else None,
+        "round_ms": median(round.ms for round in rounds),
+        "pass_ms": median(round.pass_ms for round in rounds),
+        "draft_ms": median(round.draft_ms for round in rounds),
+        "ahead_ms": median(round.ahead_ms for round in rounds),
+        "verdict_ms": median(round.verdict_ms for round in rounds),
+        "draft_token_ms": sum(round.draft_ms for round in rounds) / proposed if late else None,
         "guessed_round_ms": median(guessed) if guessed else None,
         "hits": sum(guesses) / len(guesses) if guesses else None,
         "link_use": link_use(run),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def interval(rounds: Sequence[RoundTimes]) -> Interval:
@@ -86,8 +86,8 @@ def acceptance(rounds: Sequence[RoundTimes]) -> float | None:
 
     This is the planner's acceptance: tokens behind a rejected one are not judged.
     """
-    accepted = sum(one.accepted for one in rounds)
-    judged = accepted + sum(one.accepted < one.proposed for one in rounds)
+    accepted = sum(round.accepted for round in rounds)
+    judged = accepted + sum(round.accepted < round.proposed for round in rounds)
     return accepted / judged if judged else None
 
 
@@ -144,16 +144,16 @@ def summarise(rows: Sequence[Row], stream_token_ms: float) -> None:
         }
     plain = alike(rows, PLAIN)
     for row in rows:
-        found, late = row["rounds"], alike(rows, row["system"], late=True)
+        rounds, late = row["rounds"], alike(rows, row["system"], late=True)
         if plain is not None:
-            found["times_plain"] = _times_as_fast(row, plain)
+            rounds["times_plain"] = _times_as_fast(row, plain)
         if late is not None and late is not row:
-            found["ahead_speedup"] = _times_as_fast(row, late)
+            rounds["ahead_speedup"] = _times_as_fast(row, late)
         if stream_token_ms:
-            stream = found["stream_ms"] = found["streamed_tokens"] * stream_token_ms
-            if late is not None and "guessed_round_ms" in found:
-                draft = found["drafted"] * late["rounds"]["draft_token_ms"]
-                found["round_over_max"] = found["guessed_round_ms"] / max(stream, draft)
+            stream = rounds["stream_ms"] = rounds["streamed_tokens"] * stream_token_ms
+            if late is not None and "guessed_round_ms" in rounds:
+                draft = rounds["drafted"] * late["rounds"]["draft_token_ms"]
+                rounds["round_over_max"] = rounds["guessed_round_ms"] / max(stream, draft)
 
 
 def drafting_ms(in_place: Sequence[Row]) -> float:
@@ -176,17 +176,17 @@ def alike(rows: Sequence[Row], system: str, *, late: bool = False) -> Row | None
         late: whether it must have drafted with nothing ahead.
     """
     for row in rows:
-        found = row.get("rounds", {})
+        rounds = row.get("rounds", {})
         same = cases.in_place(row["system"]) == cases.in_place(system)
-        drafted = NOTHING_AHEAD in row["system"].split("+") and "draft_token_ms" in found
-        if found and same and (drafted or not late):
+        drafted = NOTHING_AHEAD in row["system"].split("+") and "draft_token_ms" in rounds
+        if rounds and same and (drafted or not late):
             return row
     return None
 
 
-def _times_as_fast(row: Row, other: Row) -> float:
-    turns = zip(row["figures"], other["figures"], strict=True)
-    ratios: list[float] = [turn["ms_per_token"] / one["ms_per_token"] for one, turn in turns]
+def _times_as_fast(row: Row, reference: Row) -> float:
+    turns = zip(row["figures"], reference["figures"], strict=True)
+    ratios: list[float] = [turn["ms_per_token"] / turn_of_row["ms_per_token"] for turn_of_row, turn in turns]
     return median(ratios)
 
 
@@ -210,8 +210,8 @@ def draw(run: Recorded, title: str, path: Path) -> None:
     for place, intervals in enumerate(lanes.values()):
         bars = [(1e3 * (a - start), 1e3 * (b - a)) for a, b in intervals if a < end and b > start]
         axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=f"C{place}")
-    for one in run.rounds:
-        axes.axvline(1e3 * (one.started - start), color="black", linestyle="--", linewidth=0.8)
+    for round in run.rounds:
+        axes.axvline(1e3 * (round.started - start), color="black", linestyle="--", linewidth=0.8)
     axes.set_yticks(range(len(lanes)), list(lanes))
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.set(xlim=(0, 1e3 * (end - start)), xlabel="ms; dashed: a round begins")

@@ -139,7 +139,7 @@ class _Opened:
         self._failed: dict[str, str] = {}
         setup = job.setup
         self._least = setup.weight_bytes + len(job.prompt) * setup.capacity * setup.kv_token_bytes
-        self._free = available_memory()
+        self._free_bytes = available_memory()
         self._opened: dict[str, dict[str, Any]] = {}
         for name in job.systems:
             say(f"open {name}")
@@ -159,12 +159,12 @@ class _Opened:
         if self._job.setup.link_gb_s and adapter not in LINKED:
             raise SystemFailed("an emulated link does not apply to it")
         if process not in self._workers:
-            if self._least > self._free and self._job.setup.device == "cpu":
-                left = f"{self._free / GIB:.1f} are left"
-                raise SystemFailed(f"its weights and KV take {self._least / GIB:.1f} GiB, and {left}")
+            if self._least > self._free_bytes and self._job.setup.device == "cpu":
+                rest = f"{self._free_bytes / GIB:.1f} are left"
+                raise SystemFailed(f"its weights and KV take {self._least / GIB:.1f} GiB, and {rest}")
             self._workers[process] = Worker(adapter, self._job.setup)
             self._closing.callback(self._workers[process].close)
-            self._free -= self._least
+            self._free_bytes -= self._least
         return self._workers[process]
 
     def _ask(self, name: str, command: str, *arguments: object) -> dict[str, Any] | None:
@@ -180,22 +180,22 @@ class _Opened:
 
     def rows(self) -> list[Row]:
         """Prepares all systems, times them in turn, and compares their tokens."""
-        read: dict[str, float] = {}
+        prefill_ms: dict[str, float] = {}
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in self._job.systems}
         for name in runs:
             self._say(f"{name} reads the prompt")
             if (answer := self._ask(name, "prepare", self._job.prompt)) is not None:
-                read[name] = answer["ms"]
-        left = ""
+                prefill_ms[name] = answer["ms"]
+        time_left = ""
         for turn in range(self._job.turns + 1):
-            self._say(f"turn {turn} of {self._job.turns}{left}")
+            self._say(f"turn {turn} of {self._job.turns}{time_left}")
             started = perf_counter()
             for name in runs:
                 answer = self._ask(name, "run", self._job.new_tokens if turn else WARM_UP_TOKENS)
                 runs[name] += [answer] if answer is not None and turn else []
             seconds = (perf_counter() - started) * (self._job.turns - turn)
-            left = f", {seconds:.0f} s left here" if turn else ""
-        rows = [self._row(name, read.get(name, 0.0), runs[name]) for name in runs]
+            time_left = f", {seconds:.0f} s left here" if turn else ""
+        rows = [self._row(name, prefill_ms.get(name, 0.0), runs[name]) for name in runs]
         self._compare([row for row in rows if "tokens" in row and row["synthetic"] is None])
         if self._job.picture:
             self._ask(self._job.systems[-1], "draw", self._job.picture)
@@ -206,20 +206,20 @@ class _Opened:
         if name in self._failed:
             return row | {"error": self._failed[name]}
         last, opened = runs[-1], self._opened[name]
-        tokens, told = last["tokens"], last["rounds"] is not None
-        yielded = median(len(one["tokens"]) / one["rounds"] for one in runs) if told else None
+        tokens, has_rounds = last["tokens"], last["rounds"] is not None
+        yielded = median(len(run["tokens"]) / run["rounds"] for run in runs) if has_rounds else None
         row |= {
             "label": opened["label"],
             "notes": [*opened["notes"], *last["notes"]],
             "prefill_ms": prefill_ms,
-            "ms_per_token": spread([one["ms"] / one["timed"] for one in runs]),
+            "ms_per_token": spread([run["ms"] / run["timed"] for run in runs]),
             "tokens_per_round": yielded,
             "accepted": last["accepted"],
             "tokens": tokens,
-            "steady": all(one["tokens"] == tokens for one in runs),
+            "steady": all(run["tokens"] == tokens for run in runs),
         }
         if last["figures"]:
-            row["figures"] = [one["figures"] for one in runs]
+            row["figures"] = [run["figures"] for run in runs]
         return row | {key: last[key] for key in ("peak_bytes", "device_bytes")}
 
     def _compare(self, rows: Sequence[Row]) -> None:
@@ -231,6 +231,6 @@ class _Opened:
             row["first_difference"] = first
             if first is not None and len(self._job.prompt) == 1:
                 with suppress(SystemFailed):  # not every system has `logits_after`
-                    system, asked = reference.partition(":")[2], expected[:first]
-                    logits = self._worker(reference).ask("logits_after", system, asked)["logits"]
+                    system, before = reference.partition(":")[2], expected[:first]
+                    logits = self._worker(reference).ask("logits_after", system, before)["logits"]
                     row["logit_gap"] = logits[expected[first]] - logits[tokens[first]]

@@ -85,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         measured = partial(rate, llm.read(prompt, params.max_tokens), base, arguments, params)
         start, seconds = time.monotonic(), 60 * arguments.minutes
         try:
-            for found in search(layers, measured, seeds):
-                plans = found
+            for plans_so_far in search(layers, measured, seeds):
+                plans = plans_so_far
                 elapsed = min(int(time.monotonic() - start), seconds)
                 console.progress("search", elapsed, seconds)
                 if elapsed == seconds:
@@ -100,18 +100,18 @@ def run(arguments: argparse.Namespace) -> int:
             status = status_of(interrupt)
         finally:
             console.clear()
-    chosen, verdict, table = plans[-1], "interrupted before the final comparison", ""
+    fastest, verdict, table = plans[-1], "interrupted before the final comparison", ""
     if rounds:
-        chosen, verdict, table = conclusion(rounds)
+        fastest, verdict, table = conclusion(rounds)
     sample = f"Model {name}, {layers} layers; sample of {len(prompt):,} tokens"
     comments = (
         f"# By python -m bench search-skips.\n# {sample}, temperature {params.temperature:g}.\n# {verdict}\n"
     )
     try:
-        write_whole(arguments.out, comments + to_toml(with_layers(base, chosen)))
+        write_whole(arguments.out, comments + to_toml(with_layers(base, fastest)))
     except OSError as error:
         raise UsageError(f"--out {arguments.out}: cannot be written ({error.strerror})") from None
-    print(f"{table}{arguments.out}: layers = {chosen}; {verdict}")
+    print(f"{table}{arguments.out}: layers = {fastest}; {verdict}")
     print(f"offload-rt generate --config {arguments.out} …")
     return status
 
@@ -201,7 +201,7 @@ def conclusion(rounds: Sequence[dict[str, float]]) -> tuple[str, str, str]:
     speed, plain = medians[best], medians[PLAIN]
     width = max(map(len, medians))
     lines = [f"{'layers':{width}}  tokens/s  over plain"]
-    lines += [f"{layers:{width}}  {it:8.1f}  {it / plain:10.2f}" for layers, it in medians.items()]
+    lines += [f"{layers:{width}}  {ms:8.1f}  {ms / plain:10.2f}" for layers, ms in medians.items()]
     gain = f"{speed / medians[EXACT]:.2f} times as fast as all layers"
     if best == EXACT:
         gain = "nothing is gained by skipping"

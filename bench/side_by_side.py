@@ -27,7 +27,7 @@ from bench.cases import (
     system,
     with_acceptances,
 )
-from bench.results import PICTURE, Results, Row, cell, said, table
+from bench.results import PICTURE, Results, Row, cell, in_words, table
 from bench.runner import Job
 from bench.systems import Setup
 from cpu_kv import ElementType
@@ -56,7 +56,7 @@ medians in ms over the rounds but the first and the last; ratios of two systems 
 drafting alone. `link use`: what the link carried during a pass, over what it could have. `predicted`: by the
 planner, from what was measured in place and from rounds that draft first and pass then.
 """
-CHUNK = 2048  # prompt tokens that are read at a time
+CHUNK = 2048  # tokens of a prefill that are computed at a time
 ROOM = 8  # tokens behind the longest continuation
 REFERENCES = {"× StaticCache": "transformers:static", "× our plain": "ours:plain"}
 ROUND_COLUMNS = {
@@ -158,7 +158,7 @@ class _Points:
             "link_gb_s": case.link_gb_s,
             "gpu_memory_gib": self._setup.gpu_memory_gib,
             "systems": list(case.systems),
-            "overrides": {key: str(one) for key, one in case.options.items()},
+            "overrides": {key: str(value) for key, value in case.options.items()},
         }
         note = "Random weights: for timing only. " if self._random else ""
         note += " ".join((ROUNDS if case.places[0].name else ABOUT).split())
@@ -186,15 +186,15 @@ class _Points:
         Raises:
             UsageError: there is no tokenizer, or the text is too short.
         """
-        case, most = self._case, max(self._case.batches) * max(self._case.contexts)
+        case, count = self._case, max(self._case.batches) * max(self._case.contexts)
         if self._random:
-            return ["random tokens"], random_models.random_prompt(self._shape.vocabulary, most)
+            return ["random tokens"], random_models.random_prompt(self._shape.vocabulary, count)
         tokenizer = load_tokenizer(model)
         if tokenizer is None:
             raise UsageError(f"--model {model}: has no tokenizer to read a text with")
         texts = args.read_texts(arguments.text)
         tokens = encode(tokenizer, "\n".join(texts.values()))
-        if most > len(tokens):
+        if count > len(tokens):
             together = f", --batches {max(case.batches)}" if max(case.batches) > 1 else ""
             longest = f"--contexts {max(case.contexts)}{together}"
             raise UsageError(f"{longest}: the text has {len(tokens)} tokens; use a longer --text")
@@ -211,7 +211,7 @@ class _Points:
                     self._device, shape, self._draft_shape, *sizes
                 )
         name = _name(context, batch, place.name)
-        earlier = self._results.held({"context": context, "batch": batch, "place": IN_PLACE.name})
+        earlier = self._results.earlier({"context": context, "batch": batch, "place": IN_PLACE.name})
         rows_in_place: list[Row] = earlier["rows"] if earlier else []
         kv_bytes, link = batch * context * shape.token_bytes, case.link_gb_s
         if place.stream:
@@ -252,7 +252,7 @@ class _Points:
             batch=batch,
         )
         prompt = [self._tokens[at * context : (at + 1) * context] for at in range(batch)]
-        picture = str(self._results.path.with_suffix(PICTURE).resolve()) if place.drawn else ""
+        picture = str(self._results.path.with_suffix(PICTURE).resolve()) if place.timeline else ""
         return Job(setup, systems, prompt, case.new_tokens, case.turns, picture)
 
 
@@ -273,8 +273,8 @@ def _device(name: str, link_gb_s: float) -> torch.device:
 def _name(context: int, batch: int, place: str) -> str:
     """A point in words."""
     tokens = f"{context // 1024}K" if context % 1024 == 0 else str(context)
-    each = f"{batch} × {tokens} tokens" if batch > 1 else f"{tokens} tokens"
-    return ", ".join(filter(None, [each, place]))
+    lengths = f"{batch} × {tokens} tokens" if batch > 1 else f"{tokens} tokens"
+    return ", ".join(filter(None, [lengths, place]))
 
 
 def _name_of(record: Row) -> str:
@@ -283,11 +283,11 @@ def _name_of(record: Row) -> str:
 
 def _times(records: Sequence[Row]) -> dict[str, dict[str, float]]:
     """ms per token by system and point."""
-    found: dict[str, dict[str, float]] = {}
+    times: dict[str, dict[str, float]] = {}
     for record in records:
-        for row in (one for one in record["rows"] if "error" not in one):
-            found.setdefault(row["system"], {})[_name_of(record)] = row["ms_per_token"]["median"]
-    return found
+        for row in (result for result in record["rows"] if "error" not in result):
+            times.setdefault(row["system"], {})[_name_of(record)] = row["ms_per_token"]["median"]
+    return times
 
 
 def _overview(records: Sequence[Row]) -> str:
@@ -307,26 +307,26 @@ def _section(record: Row) -> str:
     if not record["place"]:
         rows.sort(key=lambda row: row["ms_per_token"]["median"])
     cells = [_round_cells(row, record) if record["place"] else _cells(row, record, rows) for row in rows]
-    what, rate = "What a plain pass reads", f"{record['read_rate_gb_s']:.0f} GB/s of memory"
+    noun, rate = "What a plain pass reads", f"{record['read_rate_gb_s']:.0f} GB/s of memory"
     if record["link_rate_gb_s"]:
         rate = f"{record['link_rate_gb_s']:.3g} GB/s of the link"
-        what = "Carrying all KV once" if record["place"] else what  # a share of it may lie elsewhere
-    bound = f"{what} takes {record['bound_ms']:.1f} ms at the {rate}."
+        noun = "Carrying all KV once" if record["place"] else noun  # a share of it may lie elsewhere
+    sentence = f"{noun} takes {record['bound_ms']:.1f} ms at the {rate}."
     failed = "\n".join(f"- {row['system']}: {row['error']}" for row in record["rows"] if "error" in row)
     of_rows = table(cells) if cells else ""
-    return "\n\n".join(filter(None, [f"## {_name_of(record)}", bound, of_rows, failed]))
+    return "\n\n".join(filter(None, [f"## {_name_of(record)}", sentence, of_rows, failed]))
 
 
 def _cells(row: Row, record: Row, rows: Sequence[Row]) -> Row:
     """A system beside others."""
-    times = {one["system"]: one["ms_per_token"]["median"] for one in rows}
+    times = {other["system"]: other["ms_per_token"]["median"] for other in rows}
     spread, yielded = row["ms_per_token"], row["tokens_per_round"]
-    taken = spread["median"]
-    ratios = {name: (of in times and times[of] / taken) or None for name, of in REFERENCES.items()}
-    share = record["bound_ms"] / yielded / taken if yielded and taken else None
+    ms = spread["median"]
+    ratios = {name: (of in times and times[of] / ms) or None for name, of in REFERENCES.items()}
+    share = record["bound_ms"] / yielded / ms if yielded and ms else None
     return {
-        "system": said([row["label"], *row["notes"]]),
-        "ms per token": taken,
+        "system": in_words([row["label"], *row["notes"]]),
+        "ms per token": ms,
         "least": spread["min"],
         "most": spread["max"],
         **ratios,
@@ -341,11 +341,11 @@ def _cells(row: Row, record: Row, rows: Sequence[Row]) -> Row:
 
 def _round_cells(row: Row, record: Row) -> Row:
     """A system whose rounds were looked into; a peer has none."""
-    found = row.get("rounds", {})
-    times = {"ms per token": found.get("ms_per_token", row["ms_per_token"]["median"])}
-    told = {name: found.get(key) for name, key in ROUND_COLUMNS.items()}
-    system = said([row["label"], *row["notes"]])
-    return {"system": system} | times | told | {"tokens": _agreement(row, record["batch"])}
+    rounds = row.get("rounds", {})
+    times = {"ms per token": rounds.get("ms_per_token", row["ms_per_token"]["median"])}
+    values = {name: rounds.get(key) for name, key in ROUND_COLUMNS.items()}
+    system = in_words([row["label"], *row["notes"]])
+    return {"system": system} | times | values | {"tokens": _agreement(row, record["batch"])}
 
 
 def _agreement(row: Row, batch: int) -> str:

@@ -39,7 +39,7 @@ class NotedProposals:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._length: int | None = None  # of the verified sequence
-        self._asked: list[TokenView] = []
+        self._views: list[TokenView] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
@@ -47,22 +47,22 @@ class NotedProposals:
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
         if self._length is None:
             self._length = len(view)
-        self._asked.append(view)
+        self._views.append(view)
         return self._drafter.proposal(view, shape)
 
     def ahead(self, view: TokenView, shapes: Mapping[Outcome, DraftShape]) -> Iterator[DraftAhead]:
         for drafts in self._drafter.ahead(view, shapes):
-            self._asked += map(view.extended, drafts.proposals())
+            self._views += map(view.extended, drafts.proposals())
             yield drafts
 
     def observe(self, view: TokenView, round: Round) -> None:
         self._length = len(view)
-        self._asked.clear()
+        self._views.clear()
         self._drafter.observe(view, round)
 
     def guesses(self) -> dict[int, int]:
         """The last token of each outcome that was drafted ahead, by the number of tokens before it."""
-        outcomes = [view.part(self._length or 0) for view in self._asked]
+        outcomes = [view.part(self._length or 0) for view in self._views]
         return {len(tokens) - 1: tokens[-1] for tokens in outcomes if tokens}
 
 

@@ -62,7 +62,7 @@ def __getattr__(name: str) -> object:
         import importlib
 
         for module in _MODULES:
-            found = importlib.import_module(f"cpu_kv.{module}")
-            if name in vars(found):
-                return vars(found)[name]
+            loaded = importlib.import_module(f"cpu_kv.{module}")
+            if name in vars(loaded):
+                return vars(loaded)[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -53,7 +53,7 @@ class ChunkMeans:
             self._means[layer][:, :, :full] = other.means(layer)[:, :, :full]
             self._counts[layer] = full
 
-    def missing(self, layer: int, length: int) -> tuple[int, int]:
+    def missing_range(self, layer: int, length: int) -> tuple[int, int]:
         """Returns the range of tokens whose chunks are full at `length` tokens but have no mean yet."""
         full = max(length // self.chunk_size, self._counts[layer])
         return self._counts[layer] * self.chunk_size, full * self.chunk_size

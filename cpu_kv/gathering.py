@@ -40,11 +40,11 @@ class PendingCopy:
     """A pending copy to the device.
 
     Attributes:
-        there: its destination.
-        arrived: the event at its end.
+        destination: memory of the device.
+        arrived: the event at the end of the copy.
     """
 
-    there: Tensor
+    destination: Tensor
     arrived: Event
 
 
@@ -100,9 +100,9 @@ class Gatherer(ABC):
         self.flush()
         if not self.link.in_place:
             return self.await_copy(self.send(shape, fill))
-        there = torch.empty(tuple(shape), dtype=self.sequence.layout.dtype)
-        fill(there)
-        return there
+        fetched = torch.empty(tuple(shape), dtype=self.sequence.layout.dtype)
+        fill(fetched)
+        return fetched
 
     def send(self, shape: Sequence[int], fill: Callable[[Tensor], object]) -> PendingCopy:
         """Starts copying what `fill` writes to a host tensor of this shape and the layout's dtype.
@@ -111,16 +111,16 @@ class Gatherer(ABC):
         """
         staged = self._outgoing.take(shape)
         fill(staged)
-        there = torch.empty_like(staged, device=self.link.device)
+        destination = torch.empty_like(staged, device=self.link.device)
         # Compute that was enqueued earlier may still use the memory of the destination.
-        arrived = self._copy([(there, staged)], after=self.link.record_event(), urgent=True)
+        arrived = self._copy([(destination, staged)], after=self.link.record_event(), urgent=True)
         self._outgoing.hold(arrived)
-        return PendingCopy(there, arrived)
+        return PendingCopy(destination, arrived)
 
     def await_copy(self, copy: PendingCopy) -> Tensor:
         """Returns the destination of a copy, for compute that is enqueued later. Raises CopyFailed."""
         self._wait(copy.arrived)
-        return copy.there
+        return copy.destination
 
     def close(self) -> None:
         """Waits for copies. Idempotent."""
@@ -148,7 +148,7 @@ class Gatherer(ABC):
 
 
 class LayerGatherer(Gatherer):
-    """Gathers some layers of a sequence to which another engine writes, over a link of its own."""
+    """Gathers some layers of a sequence to which another transfer writes, over a link of its own."""
 
     def __init__(self, writer: Gatherer, link: Link, layers: Sequence[int]) -> None:
         super().__init__(writer.sequence, link, layers)

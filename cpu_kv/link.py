@@ -108,7 +108,8 @@ def pair_bytes(pairs: Pairs) -> int:
 def describe(shapes: Sequence[Sequence[int]], byte_count: int, to_host: bool) -> str:
     """Returns a description of a copy of sources with these shapes, for error messages."""
     direction = "to the host" if to_host else "to the device"
-    return f"copy {direction} of {byte_count:,} bytes (shapes {', '.join(str(list(one)) for one in shapes)})"
+    sizes = ", ".join(str(list(shape)) for shape in shapes)
+    return f"copy {direction} of {byte_count:,} bytes (shapes {sizes})"
 
 
 class PastEvent(Event):

@@ -102,24 +102,24 @@ class MappedBuffer:
     Attributes:
         host: the bytes, as a host tensor.
         device: the same bytes, as a tensor of the device.
-        used: event at the end of the kernels that use the content. The host may overwrite it afterwards.
+        last_use: event at the end of the kernels that use the content. The host may overwrite it afterwards.
     """
 
     def __init__(self, host: Tensor, device: Tensor):
         self.host = host
         self.device = device
-        self.used = torch.cuda.Event(blocking=True)
+        self.last_use = torch.cuda.Event(blocking=True)
 
     @classmethod
     def allocate(cls, byte_count: int, device: torch.device, count: int = 1) -> list[MappedBuffer]:
         """Returns `count` buffers that share one allocation."""
         with torch.inference_mode(False):  # tensors made in inference mode are read-only outside of it
             host = torch.empty(count, byte_count, dtype=torch.uint8, pin_memory=True)
-            return [cls(*one) for one in zip(host, device_view(host, device), strict=True)]
+            return [cls(*views) for views in zip(host, device_view(host, device), strict=True)]
 
     def mark_used(self) -> None:
-        """Records `used` at the end of all work enqueued so far in the device's current stream."""
-        self.used.record(torch.cuda.current_stream(self.device.device))
+        """Records `last_use` at the end of all work enqueued so far in the device's current stream."""
+        self.last_use.record(torch.cuda.current_stream(self.device.device))
 
 
 class SmallCopies:
@@ -142,11 +142,11 @@ class SmallCopies:
         buffer = self._take()
         try:
             buffer.host[: source.nbytes].copy_(_bytes(source))
-            there = computed_copy(buffer.device[: source.nbytes].view(source.dtype))
+            copied = computed_copy(buffer.device[: source.nbytes].view(source.dtype))
             buffer.mark_used()
         finally:
             self._buffers.append(buffer)
-        return there.view(source.shape)
+        return copied.view(source.shape)
 
     def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns copies in host memory. The host waits once, for the device's current stream."""
@@ -165,20 +165,20 @@ class SmallCopies:
                 computed_copy(tensor, out=place.view(tensor.shape))
                 start += _padded(tensor.nbytes)
             buffer.mark_used()
-            buffer.used.synchronize()
+            buffer.last_use.synchronize()
             copied = buffer.host[:start].clone()
         finally:
             self._buffers.append(buffer)
-        read, start = [], 0
+        copies, start = [], 0
         for tensor in tensors:
-            read.append(copied[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            copies.append(copied[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             start += _padded(tensor.nbytes)
-        return read
+        return copies
 
     def _take(self) -> MappedBuffer:
         """Takes the least recently used buffer. There are many more buffers than threads."""
         buffer = self._buffers.popleft()
-        buffer.used.synchronize()
+        buffer.last_use.synchronize()
         return buffer
 
 
@@ -235,26 +235,26 @@ class PeerCopies:
         if tensor.nbytes > self.MOST_BYTES:
             return self._copy_by_driver(tensor, sending, receiving)
         with self._lock:
-            written, read, emptied = self._buffers.popleft()
+            written, readable, emptied = self._buffers.popleft()
             size = tensor.nbytes
             sending.wait_event(emptied)
             with torch.cuda.stream(sending):
                 computed_copy(tensor, out=written[:size].view(tensor.dtype).view(tensor.shape))
             receiving.wait_event(sending.record_event())
             with torch.cuda.stream(receiving):
-                there = computed_copy(read[:size].view(tensor.dtype))
+                copied = computed_copy(readable[:size].view(tensor.dtype))
             emptied.record(receiving)
-            self._buffers.append((written, read, emptied))
-        return there.view(tensor.shape)
+            self._buffers.append((written, readable, emptied))
+        return copied.view(tensor.shape)
 
     def _copy_by_driver(
         self, tensor: Tensor, sending: torch.cuda.Stream, receiving: torch.cuda.Stream
     ) -> Tensor:
         receiving.wait_event(sending.record_event())
         with torch.cuda.stream(receiving):
-            there = torch.empty_like(tensor, device=self._destination).copy_(tensor, non_blocking=True)
+            copied = torch.empty_like(tensor, device=self._destination).copy_(tensor, non_blocking=True)
         sending.wait_event(receiving.record_event())  # the memory of `tensor` may be reused afterwards
-        return there
+        return copied
 
 
 def joined_bytes(tensors: Sequence[Tensor]) -> Tensor:
@@ -262,9 +262,7 @@ def joined_bytes(tensors: Sequence[Tensor]) -> Tensor:
     padding = [
         tensor.new_zeros(_padded(tensor.nbytes) - tensor.nbytes, dtype=torch.uint8) for tensor in tensors
     ]
-    pieces = [
-        piece for tensor, rest in zip(tensors, padding, strict=True) for piece in (_bytes(tensor), rest)
-    ]
+    pieces = [piece for tensor, gap in zip(tensors, padding, strict=True) for piece in (_bytes(tensor), gap)]
     return torch.cat(pieces)
 
 

@@ -66,8 +66,8 @@ class PageCodec:
         """
         packed = pages.new_empty(len(pages), shape.nbytes, dtype=torch.uint8)
         step = max(1, VALUES_AT_A_TIME // shape.values)
-        for some, out in zip(pages.split(step), packed.split(step), strict=True):
-            _encode(shape, some, out)
+        for part, out in zip(pages.split(step), packed.split(step), strict=True):
+            _encode(shape, part, out)
         return packed
 
     def decode(self, shape: PackedShape, packed: Tensor, out: Tensor, first_side: int = 0) -> None:
@@ -78,12 +78,12 @@ class PageCodec:
             first_side: 0: keys come first; 1: `out` has only values.
         """
         step = max(1, VALUES_AT_A_TIME // shape.values)
-        for some, there in zip(packed.split(step), out.split(step), strict=True):
+        for part, destination in zip(packed.split(step), out.split(step), strict=True):
             sides = slice(first_side, first_side + out.shape[1])
-            rows, bases = shape.rows(some)[:, sides], shape.bases(some)[:, sides, :, None]
+            rows, bases = shape.rows(part)[:, sides], shape.bases(part)[:, sides, :, None]
             bits = _bits(rows, bases)
-            _restore_escapes(shape.escapes(some), bits.flatten(1), first_side * shape.values // 2)
-            there.copy_(bits.view(torch.bfloat16))
+            _restore_escapes(shape.escapes(part), bits.flatten(1), first_side * shape.values // 2)
+            destination.copy_(bits.view(torch.bfloat16))
 
     def take(
         self,
@@ -157,6 +157,6 @@ def _restore_escapes(lists: Tensor, bits: Tensor, first: int | Tensor) -> None:
     # A column more, for what is to be left out.
     wide = torch.cat([bits, bits.new_zeros(len(bits), 1)], dim=1)
     at = torch.where(valid, at, bits.shape[1]).to(torch.int64)
-    kept = wide.gather(1, at).to(torch.int32) & 0x807F
-    wide.scatter_(1, at, (kept | ((lists & 255) << 7)).to(torch.int16))
+    sign_and_mantissa = wide.gather(1, at).to(torch.int32) & 0x807F
+    wide.scatter_(1, at, (sign_and_mantissa | ((lists & 255) << 7)).to(torch.int16))
     bits.copy_(wide[:, :-1])

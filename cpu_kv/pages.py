@@ -65,8 +65,10 @@ class PagePool:
         self._allocator = SlabAllocator(pin, on_warning)
         self._slabs: dict[int, Slab] = {}
         self._slabs_made = 0
-        self._free: list[tuple[int, int]] = []  # heap of (slab number, page of the slab): lowest first
-        self._shared: Counter[tuple[int, int]] = Counter()  # by slab number and page: owners beyond the first
+        self._free_pages: list[tuple[int, int]] = []  # heap of (slab number, page of the slab): lowest first
+        self._extra_owners: Counter[tuple[int, int]] = (
+            Counter()
+        )  # by slab number and page: owners beyond the first
 
     @property
     def pages(self) -> int:
@@ -85,13 +87,13 @@ class PagePool:
     @property
     def extra_owners(self) -> int:
         """Number of owners of pages beyond the first one of each page."""
-        return sum(tuple(self._shared.values()))
+        return sum(tuple(self._extra_owners.values()))
 
     def close(self) -> None:
         """Frees all memory. Idempotent."""
         self._slabs.clear()
-        self._free.clear()
-        self._shared.clear()
+        self._free_pages.clear()
+        self._extra_owners.clear()
         self._allocator.close()
 
     def take(self, count: int, slab_pages: int) -> list[tuple[Slab, int]]:
@@ -99,30 +101,30 @@ class PagePool:
 
         If there are too few, a slab of at least `slab_pages` pages is allocated.
         """
-        missing = count - len(self._free)
+        missing = count - len(self._free_pages)
         if missing > 0:
             self._add_slab(max(missing, slab_pages))
-        taken = (heapq.heappop(self._free) for _ in range(count))
-        return [(self._slabs[number], page) for number, page in taken]
+        numbers = (heapq.heappop(self._free_pages) for _ in range(count))
+        return [(self._slabs[number], page) for number, page in numbers]
 
     def give_back(self, slab: Slab, page: int) -> None:
         """Takes a page from one of its owners; the last one's is free again."""
-        others = self._shared.get((slab.number, page), 0)
-        if others > 1:
-            self._shared[slab.number, page] = others - 1
-        elif others:
-            del self._shared[slab.number, page]
+        sharers = self._extra_owners.get((slab.number, page), 0)
+        if sharers > 1:
+            self._extra_owners[slab.number, page] = sharers - 1
+        elif sharers:
+            del self._extra_owners[slab.number, page]
         elif slab.number in self._slabs:
             for unpacked in slab.unpacked:
                 unpacked.pop(page, None)
-            heapq.heappush(self._free, (slab.number, page))
+            heapq.heappush(self._free_pages, (slab.number, page))
 
     def share(self, slab: Slab, first: int, last: int) -> None:
         """Gives pages `first` .. `last` of a slab one more owner each."""
-        self._shared.update((slab.number, page) for page in range(first, last))
+        self._extra_owners.update((slab.number, page) for page in range(first, last))
 
     def is_shared(self, slab: Slab, page: int) -> bool:
-        return (slab.number, page) in self._shared
+        return (slab.number, page) in self._extra_owners
 
     def _add_slab(self, pages: int) -> None:
         # Layers are allocated in the background in this order: later ones while earlier ones are filled.
@@ -132,7 +134,7 @@ class PagePool:
         self._slabs_made += 1
         self._slabs[slab.number] = slab
         for page in range(pages):
-            heapq.heappush(self._free, (slab.number, page))
+            heapq.heappush(self._free_pages, (slab.number, page))
 
     def memory(self, slab: Slab, layer: int) -> Tensor:
         """Returns one layer of a slab once it is allocated. If that fails, the whole slab is dropped."""
@@ -161,7 +163,7 @@ class PagePool:
 
     def views(self, slab: Slab, layer: int, start: int, end: int) -> list[KVPages]:
         """Returns views of the tokens `start` .. `end` of a slab, see `KVPages.span`."""
-        memory, page, found = self.memory(slab, layer), self._layout.page_size, list[KVPages]()
+        memory, page, views = self.memory(slab, layer), self._layout.page_size, list[KVPages]()
         if not self._layout.packed:
             return PlainPages.of(memory).span(start, end)
         for first, last, unpacked in self.forms(slab, layer, start // page, -(-end // page)):
@@ -171,8 +173,8 @@ class PagePool:
             else:
                 pages = PlainPages.of(unpacked)
             before = first * page
-            found += pages.span(max(start - before, 0), min(end, last * page) - before)
-        return found
+            views += pages.span(max(start - before, 0), min(end, last * page) - before)
+        return views
 
     def open(self, slab: Slab, layer: int, page: int, *, keep: bool = False) -> Tensor:
         """Returns the memory of a page that tokens may be written to, of `KVLayout.pages_shape`.
@@ -185,12 +187,12 @@ class PagePool:
             return memory
         if page not in unpacked:
             with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside of it
-                made = torch.empty(
+                values = torch.empty(
                     self._layout.pages_shape(1), dtype=self._layout.dtype, pin_memory=self._pin
                 )
             if keep:
-                self._codec.decode(self._layout.packed_shape, memory, made)
-            unpacked[page] = made
+                self._codec.decode(self._layout.packed_shape, memory, values)
+            unpacked[page] = values
         return unpacked[page]
 
     def pack(self, slab: Slab, layer: int, first: int, last: int) -> None:
@@ -199,11 +201,11 @@ class PagePool:
         for page, _, values in list(self.forms(slab, layer, first, last)):
             if values is None:
                 continue
-            packed, there = self._codec.encode(shape, values), self.memory(slab, layer)[page]
+            packed, destination = self._codec.encode(shape, values), self.memory(slab, layer)[page]
             if shape.overflows(packed).item():
-                there.zero_()  # it may be saved
+                destination.zero_()  # it may be saved
             else:
-                there.copy_(packed[0])
+                destination.copy_(packed[0])
                 del unpacked[page]
 
     def mapped(self, slab: Slab, layer: int, device: torch.device) -> Tensor | None:
@@ -220,8 +222,8 @@ class PagePool:
         # Its pages are not free any more, so a smaller request can still succeed.
         if self._slabs.pop(slab.number, None) is None:
             return
-        self._free = [entry for entry in self._free if entry[0] != slab.number]
-        heapq.heapify(self._free)
+        self._free_pages = [entry for entry in self._free_pages if entry[0] != slab.number]
+        heapq.heapify(self._free_pages)
         for future in slab.layers:
             if not future.cancel() and future.exception() is None:
                 self._allocator.release(future.result())

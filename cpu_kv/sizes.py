@@ -13,7 +13,7 @@ MOST_VALUES = 2**23
 """Most values of a page that can be packed: a position and an exponent share 31 bits."""
 ALIGNMENT = 64  # bytes
 READ_TOKENS = 64
-"""Tokens of all layers that a transfer engine reads at a time: bounds its host buffers, which are kept."""
+"""Tokens of all layers that a transfer fetches at a time: bounds its host buffers, which are kept."""
 PROMPT_WRITES = 2
 """Writes of a prompt's KV that are pending at a time: each keeps a copy of it on the device."""
 
@@ -167,8 +167,8 @@ class KVSizes:
 
     def layer_bytes(self, tokens: int) -> int:
         """Returns the bytes of the keys and values of so many tokens of one layer, as they are stored."""
-        pages, others = divmod(tokens, self.page_size)
-        return pages * self.page_bytes + others * self.layer_token_bytes
+        pages, rest = divmod(tokens, self.page_size)
+        return pages * self.page_bytes + rest * self.layer_token_bytes
 
     def pages(self, tokens: int) -> int:
         """Returns the number of pages that hold `tokens` tokens, rounded up."""
@@ -196,8 +196,8 @@ class KVSizes:
         At most half of the layer's `tokens`, so that copies and compute overlap in short sequences
         too, and at least one page.
         """
-        most = min(byte_count // self.layer_token_bytes, tokens // 2)
-        return max(1, most // self.page_size) * self.page_size
+        tokens = min(byte_count // self.layer_token_bytes, tokens // 2)
+        return max(1, tokens // self.page_size) * self.page_size
 
     def check_whole(self, start: int, end: int) -> None:
         """Raises ValueError if the tokens `start` .. `end` are not whole pages."""

@@ -87,8 +87,8 @@ class StagingRing:
             step = self._slots[0].memory.numel() // (page * self._layout.layer_token_bytes) * page
         return ((at, min(at + step, end)) for at in range(start, end, step))
 
-    def read(self, memory: Tensor, codec: PageCodec, packed: bool) -> KVPages:
-        """Returns the pages in device memory."""
+    def pages_in(self, memory: Tensor, codec: PageCodec, packed: bool) -> KVPages:
+        """Returns the pages that device memory holds."""
         layout = self._layout
         if not packed:
             return PlainPages.of(memory.view(layout.dtype).view(layout.pages_shape(-1)))

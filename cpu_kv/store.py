@@ -145,8 +145,10 @@ class SequenceKV:
         Pages behind it that others share are not free then, and one that it cuts has to be copied.
         """
         behind = self._runs_of(length // self.layout.page_size, self._pages)
-        shared = sum(self._pool.is_shared(run.slab, page) for run, *ends in behind for page in range(*ends))
-        return (self._pages - shared) * self.layout.page_size
+        shared_pages = sum(
+            self._pool.is_shared(run.slab, page) for run, *ends in behind for page in range(*ends)
+        )
+        return (self._pages - shared_pages) * self.layout.page_size
 
     def layer_length(self, layer: int) -> int:
         """Number of tokens that are present in `layer`."""
@@ -220,7 +222,7 @@ class SequenceKV:
 
     def _extend(self, means: ChunkMeans, layer: int, length: int) -> None:
         """Computes the means that are missing of a layer's first `length` tokens."""
-        first, end = means.missing(layer, length)
+        first, end = means.missing_range(layer, length)
         for part in self._span(layer, first, end) if first < end else ():
             means.extend(layer, part)
 
@@ -235,18 +237,18 @@ class SequenceKV:
         """
         self._check()
         if chunk_size is not None:
-            self.summaries = self._kept(ChunkMeans(self.layout, chunk_size))
+            self.summaries = self._keep(ChunkMeans(self.layout, chunk_size))
         if page_means:
-            self.page_means = self._kept(ChunkMeans(self.layout, self.layout.page_size, values=True))
+            self.page_means = self._keep(ChunkMeans(self.layout, self.layout.page_size, values=True))
 
-    def _kept(self, wanted: ChunkMeans) -> ChunkMeans:
-        """Returns the means of the kind of `wanted` that the sequence keeps, which may be `wanted`."""
-        for means in filter(wanted.same_kind, self._means):
+    def _keep(self, new: ChunkMeans) -> ChunkMeans:
+        """Returns the means of the kind of `new` that the sequence keeps; keeps `new` if there is none."""
+        for means in filter(new.same_kind, self._means):
             return means
         for layer, length in enumerate(self._lengths):
-            self._extend(wanted, layer, length)
-        self._means.append(wanted)
-        return wanted
+            self._extend(new, layer, length)
+        self._means.append(new)
+        return new
 
     def fork(self, length: int, chunk_size: int | None = None, page_means: bool = False) -> SequenceKV:
         """Returns a new sequence of the store that begins with the first `length` tokens of this one.
@@ -334,13 +336,13 @@ class SequenceKV:
 
     def _replace_last_page(self, whole: int, slab: Slab, page: int) -> None:
         """Puts a page in the place of all those behind the first `whole` ones."""
-        kept = [
+        kept_runs = [
             _Run(run.slab, first, run.start, last - first) for run, first, last in self._runs_of(0, whole)
         ]
         dropped = [
             (run.slab, number) for run, *ends in self._runs_of(whole, self._pages) for number in range(*ends)
         ]
-        self._runs = [*kept, _Run(slab, page, whole, 1)]
+        self._runs = [*kept_runs, _Run(slab, page, whole, 1)]
         for run_slab, number in dropped:
             self._pool.give_back(run_slab, number)
 
@@ -359,10 +361,10 @@ class SequenceKV:
         if end % self.layout.page_size:
             return self._span(layer, start, end)
         # Full pages change only where the sequence is truncated, and passes ask for the same ones.
-        kept = self._whole.get(layer)
-        if kept is None or kept[:2] != (start, end):
-            kept = self._whole[layer] = (start, end, self._span(layer, start, end))
-        return kept[2]
+        cached = self._whole.get(layer)
+        if cached is None or cached[:2] != (start, end):
+            cached = self._whole[layer] = (start, end, self._span(layer, start, end))
+        return cached[2]
 
     def device_views(self, layer: int, start: int, end: int, device: torch.device) -> list[KVPages] | None:
         """Returns `views` as tensors of a CUDA device, whose kernels read them over the link.
@@ -375,13 +377,13 @@ class SequenceKV:
         self.views(layer, start, end)  # raises ValueError if the range is not present
         if device.type != "cuda" or self.layout.packed:
             return None
-        page, found = self.layout.page_size, list[KVPages]()
+        page, views = self.layout.page_size, list[KVPages]()
         for run, _, _ in self._runs_of(start // page, -(-end // page)):
             mapped = self._pool.mapped(run.slab, layer, device)
             if mapped is None:
                 return None
-            found += PlainPages.of(mapped).span(*self._in_slab(run, start, end))
-        return found
+            views += PlainPages.of(mapped).span(*self._in_slab(run, start, end))
+        return views
 
     def memory(self, layer: int, start: int, end: int, *, write: bool = False) -> list[Tensor]:
         """Returns the memory of the pages of tokens `start` .. `end`, present or not, for copies.
@@ -403,14 +405,14 @@ class SequenceKV:
         self._check(layer)
         self.layout.check_whole(start, end)
         self._grow(end, slab_pages=self._store._slab_pages)
-        found: list[Tensor] = []
+        pieces: list[Tensor] = []
         page = self.layout.page_size
         for run, first, last in self._runs_of(start // page, end // page):
             memory = self._pool.memory(run.slab, layer)
-            found += locked_pieces(memory, first, last)
+            pieces += locked_pieces(memory, first, last)
             for number in range(first, last) if write else ():
                 run.slab.unpacked[layer].pop(number, None)
-        return found
+        return pieces
 
     def open_page(self, layer: int, start: int) -> Tensor:
         """Returns the memory of the page that begins with token `start`, for tokens that are not packed.
@@ -441,12 +443,12 @@ class SequenceKV:
 
     def overflowing(self, layer: int, start: int, end: int) -> list[int]:
         """Returns the first tokens of those pages that were written to `memory` and cannot be packed."""
-        page, found = self.layout.page_size, list[int]()
+        page, starts = self.layout.page_size, list[int]()
         for run, first, last in self._runs_of(start // page, end // page) if self.layout.packed else ():
             packed = self._pool.memory(run.slab, layer)[first:last]
             numbers = self.layout.packed_shape.overflows(packed).nonzero()[:, 0].tolist()
-            found += [(number + first - run.first + run.start) * page for number in numbers]
-        return found
+            starts += [(number + first - run.first + run.start) * page for number in numbers]
+        return starts
 
     def close(self) -> None:
         """Returns all pages to the store. Idempotent."""
@@ -505,10 +507,10 @@ class SequenceKV:
 
     def _span(self, layer: int, start: int, end: int) -> list[KVPages]:
         """Returns views of the tokens `start` .. `end`, present or not."""
-        page, found = self.layout.page_size, list[KVPages]()
+        page, views = self.layout.page_size, list[KVPages]()
         for run, _, _ in self._runs_of(start // page, -(-end // page)):
-            found += self._pool.views(run.slab, layer, *self._in_slab(run, start, end))
-        return found
+            views += self._pool.views(run.slab, layer, *self._in_slab(run, start, end))
+        return views
 
     def _places(self, layer: int, start: int, end: int) -> list[PlainPages]:
         """Returns views of the tokens `start` .. `end`, which will be written."""
@@ -517,7 +519,7 @@ class SequenceKV:
             for number in range(first, last):
                 begins = self._in_slab(run, start, end)[0]
                 self._pool.open(run.slab, layer, number, keep=number * page < begins)
-        return [one.plain() for one in self._span(layer, start, end)]
+        return [part.plain() for part in self._span(layer, start, end)]
 
     def _in_slab(self, run: _Run, start: int, end: int) -> tuple[int, int]:
         """Returns the range in a run's slab of those of the tokens `start` .. `end` that it holds."""

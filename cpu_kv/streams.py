@@ -50,7 +50,9 @@ def device_streams(device: torch.device) -> DeviceStreams:
     with _lock:
         if device not in _streams:
             priorities = (-2, 0, -1, -1, 0, 0)  # torch clamps them to the device's range
-            _streams[device] = DeviceStreams(*(torch.cuda.Stream(device, priority=one) for one in priorities))
+            _streams[device] = DeviceStreams(
+                *(torch.cuda.Stream(device, priority=priority) for priority in priorities)
+            )
         return _streams[device]
 
 

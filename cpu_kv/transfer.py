@@ -44,7 +44,7 @@ class TransferEngine(Gatherer):
     """Moves the KV of one sequence over a link, packed where it is stored so. Must be used from one thread.
 
     Over a link that is `in_place` there is no ring, and the compute is given views of the store. Several
-    engines may share a link; an engine does not close it.
+    transfers may share a link; none of them closes it.
 
     Args:
         segment_tokens: tokens of a slot of the staging ring, rounded up to whole pages.
@@ -156,7 +156,7 @@ class TransferEngine(Gatherer):
         count = layout.tokens_in(keys, values)
         pages = layout.pages(count)
         paged = torch.empty(layout.pages_shape(pages), dtype=layout.dtype, device=keys.device)
-        places = [one.plain() for one in PlainPages.of(paged).span(0, count)]
+        places = [part.plain() for part in PlainPages.of(paged).span(0, count)]
         for place, *pieces in cut_alike(places, keys.detach(), values.detach()):
             place.write(*pieces)
         while len(self._writes) >= PROMPT_WRITES:
@@ -164,13 +164,13 @@ class TransferEngine(Gatherer):
         ahead = sum(write.tokens for write in self._writes if layer in write.layers)
         start = self.sequence.layer_length(layer) + ahead
         whole = count // layout.page_size if layout.packed else pages
-        stored = self.sequence.codec.encode(layout.packed_shape, paged[:whole]) if layout.packed else paged
+        contents = self.sequence.codec.encode(layout.packed_shape, paged[:whole]) if layout.packed else paged
         end = start + whole * layout.page_size
-        pairs = _pairs(self.sequence.memory(layer, start, end, write=True), stored)
+        pairs = _pairs(self.sequence.memory(layer, start, end, write=True), contents)
         if whole < pages:
             pairs.append((self.sequence.open_page(layer, end), paged[whole:]))
         written = self._copy(pairs, after=self.link.record_event(), to_host=True)
-        self._writes.append(_WriteBack(range(layer, layer + 1), start, count, paged, written, stored))
+        self._writes.append(_WriteBack(range(layer, layer + 1), start, count, paged, written, contents))
         self.collect()
 
     def abandon(self) -> None:
@@ -180,7 +180,7 @@ class TransferEngine(Gatherer):
         self._planned = deque()
         for stream in streams:
             stream._closed, stream._reading = True, None
-        self.counters.bytes_abandoned += sum(used.nbytes for _, used, _ in copied)
+        self.counters.bytes_abandoned += sum(memory.nbytes for _, memory, _ in copied)
         if self._ring is not None:
             self._ring.release_all()
 
@@ -205,19 +205,19 @@ class TransferEngine(Gatherer):
             for at, stop in segments or [(first, last)]:
                 pieces = self._memory(layer, at, stop, unpacked)
                 size = sum(piece.nbytes for piece in pieces)
-                there = into.new_empty(size) if decodes else into[:size]
-                self._copy(_pairs(pieces, there, inward=True), after=self.link.record_event()).synchronize()
+                memory = into.new_empty(size) if decodes else into[:size]
+                self._copy(_pairs(pieces, memory, inward=True), after=self.link.record_event()).synchronize()
                 if decodes:
                     pages = (stop - at) // layout.page_size
                     size = pages * layout.page_size * layout.layer_token_bytes
                     out = into[:size].view(layout.dtype).view(layout.pages_shape(pages))
-                    codec.decode(layout.packed_shape, there.view(pages, -1), out)
+                    codec.decode(layout.packed_shape, memory.view(pages, -1), out)
                 into = into[size:]
 
     def resident_pages(self, memory: Tensor, *, packed: bool) -> KVPages:
         """Returns the pages that `load` copied."""
         assert self._ring is not None, "over a link that is in place, nothing is resident"
-        return self._ring.read(memory, self.sequence.codec, packed)
+        return self._ring.pages_in(memory, self.sequence.codec, packed)
 
     def _memory(self, layer: int, start: int, end: int, unpacked: Tensor | None) -> list[Tensor]:
         """Returns the memory of pages of one of the sequence's `forms`."""
@@ -263,9 +263,9 @@ class TransferEngine(Gatherer):
         while self._planned and ring.room:
             slot, segment = ring.acquire(), self._planned.popleft()
             pieces = self._memory(segment.layer, segment.start, segment.end, segment.unpacked)
-            used = slot.memory[: sum(piece.nbytes for piece in pieces)]
-            slot.ready = self._copy(_pairs(pieces, used, inward=True), after=slot.free)
-            self._copied.append((segment, used, slot))
+            memory = slot.memory[: sum(piece.nbytes for piece in pieces)]
+            slot.ready = self._copy(_pairs(pieces, memory, inward=True), after=slot.free)
+            self._copied.append((segment, memory, slot))
 
     def _finish_oldest_write(self) -> None:
         write = self._writes[0]
@@ -329,21 +329,21 @@ def _pairs(memory: Sequence[Tensor], whole: Tensor, *, inward: bool = False) -> 
     Args:
         inward: the copy is from them to the tensor.
     """
-    there = whole.view(-1).view(torch.uint8).split([piece.nbytes for piece in memory])
-    pieces = [part.view(piece.dtype) for part, piece in zip(there, memory, strict=True)]
+    parts = whole.view(-1).view(torch.uint8).split([piece.nbytes for piece in memory])
+    pieces = [part.view(piece.dtype) for part, piece in zip(parts, memory, strict=True)]
     return list(zip(pieces, memory, strict=True)) if inward else list(zip(memory, pieces, strict=True))
 
 
 class LayerStream:
     """The tokens `start` .. `end` of all layers, for one pass. Created by `TransferEngine.stream`.
 
-    Layers must be read in order, and the streams of an engine one after another.
+    Layers must be read in order, and the streams of a transfer one after another.
     """
 
-    def __init__(self, engine: TransferEngine, start: int, end: int):
+    def __init__(self, transfer: TransferEngine, start: int, end: int):
         self.start = start
         self.end = end
-        self._engine = engine
+        self._transfer = transfer
         self._layer = 0  # the next one to be read
         self._reading: StagingSlot | None = None
         self._closed = False
@@ -357,55 +357,55 @@ class LayerStream:
             RuntimeError: layers or streams are read out of order.
             CopyFailed: a copy failed.
         """
-        engine = self._engine
+        transfer = self._transfer
         if self._closed or layer != self._layer or self._reading is not None:
             raise RuntimeError(f"cannot read layer {layer}: the next layer of this stream is {self._layer}")
-        if engine._streams[0] is not self:
+        if transfer._streams[0] is not self:
             raise RuntimeError("cannot read this stream: close the stream before it, or read it to its end")
-        if engine._ring is None:
-            segments: Iterator[KVPages] = iter(engine.sequence.views(layer, self.start, self.end))
+        if transfer._ring is None:
+            segments: Iterator[KVPages] = iter(transfer.sequence.views(layer, self.start, self.end))
         else:
-            segments = self._through(engine._ring)
+            segments = self._through(transfer._ring)
         for pages in segments:
             yield pages
             if self._closed:
                 raise RuntimeError("the stream was closed while its segments were being read")
         self._layer += 1
-        if self._layer == engine.sequence.layout.layers:
-            engine._streams.popleft()
+        if self._layer == transfer.sequence.layout.layers:
+            transfer._streams.popleft()
 
     def _through(self, ring: StagingRing) -> Iterator[KVPages]:
-        engine, at = self._engine, self.start
-        packs = engine.sequence.layout.packed
+        transfer, at = self._transfer, self.start
+        packs = transfer.sequence.layout.packed
         while at < self.end:
-            segment, used, self._reading = engine._copied.popleft()
+            segment, memory, self._reading = transfer._copied.popleft()
             # Keeps the host from enqueuing compute further ahead than the ring is deep: once a device's queue
             # is full, the launches of all threads block. The copy into the slot has waited for the event too.
             self._reading.free.synchronize()
-            engine._wait(self._reading.ready)
-            yield ring.read(used, engine.sequence.codec, packs and segment.unpacked is None)
+            transfer._wait(self._reading.ready)
+            yield ring.pages_in(memory, transfer.sequence.codec, packs and segment.unpacked is None)
             at = segment.end
             ring.release(self._reading)
             self._reading = None
-            engine._prefetch(ring)
+            transfer._prefetch(ring)
 
     def close(self) -> None:
         """Abandons the segments that were not read and releases their slots. Idempotent."""
         # Copies into released slots may still be pending: the next copy into a slot runs after them.
-        engine, ring = self._engine, self._engine._ring
+        transfer, ring = self._transfer, self._transfer._ring
         self._closed = True
-        if self in engine._streams:
-            engine._streams.remove(self)
+        if self in transfer._streams:
+            transfer._streams.remove(self)
         if ring is None:
             return
-        copied = [one for one in engine._copied if one[0].stream is self]
-        engine._copied = deque(one for one in engine._copied if one[0].stream is not self)
-        engine._planned = deque(one for one in engine._planned if one.stream is not self)
-        for _, used, slot in copied:
+        copied = [copy for copy in transfer._copied if copy[0].stream is self]
+        transfer._copied = deque(copy for copy in transfer._copied if copy[0].stream is not self)
+        transfer._planned = deque(segment for segment in transfer._planned if segment.stream is not self)
+        for _, memory, slot in copied:
             ring.release(slot)
-            engine.counters.bytes_abandoned += used.nbytes
+            transfer.counters.bytes_abandoned += memory.nbytes
         if self._reading is not None:
             ring.release(self._reading)
             self._reading = None
-        if not engine._closed:
-            engine._prefetch(ring)
+        if not transfer._closed:
+            transfer._prefetch(ring)

@@ -71,15 +71,15 @@ class KVPages(ABC):
 
         Whole pages share one view; a partial first or last page has its own, which is plain.
         """
-        page, found = self.page_tokens, list[KVPages]()
+        page, parts = self.page_tokens, list[KVPages]()
         while start < end:
             first, offset = divmod(start, page)
             if offset == 0 and end - start >= page:
-                found.append(self[first : end // page])
+                parts.append(self[first : end // page])
             else:
-                found.append(self[first : first + 1].plain().cut(offset, offset + end - start))
-            start += found[-1].tokens
-        return found
+                parts.append(self[first : first + 1].plain().cut(offset, offset + end - start))
+            start += parts[-1].tokens
+        return parts
 
     def head_major(self, start: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
         """Returns keys and values of the tokens `start` .. `end` (default: all), `[kv_heads, n, head_dim]`.
@@ -155,9 +155,9 @@ class PlainPages(KVPages):
         count = ((pages - 1) * page_stride + (heads - 1) * head_stride + tokens) // row
         first = (page * page_stride + head * head_stride + number * chunk) // row
         rows = (first[:, None] + torch.arange(chunk // row, device=first.device)).flatten()
-        for side, there in zip((self.keys, self.values), out, strict=True):
+        for side, destination in zip((self.keys, self.values), out, strict=True):
             memory = side.as_strided((count, row * dim), (row * dim, 1))
-            torch.index_select(memory, 0, rows, out=there.view(len(rows), -1))
+            torch.index_select(memory, 0, rows, out=destination.view(len(rows), -1))
 
     def cut(self, start: int, end: int) -> PlainPages:
         """Returns a view of the tokens `start` .. `end` of every page."""
@@ -221,8 +221,8 @@ class PackedPages(KVPages):
         return PlainPages.of(memory)
 
     def take_chunks(self, chunk: int, page: Tensor, head: Tensor, number: Tensor, out: Tensor) -> None:
-        for side, there in enumerate(out):
-            self.codec.take(self.shape, self.data, side, page, head, number * chunk, there)
+        for side, destination in enumerate(out):
+            self.codec.take(self.shape, self.data, side, page, head, number * chunk, destination)
 
 
 def head_major(side: Tensor) -> Tensor:

@@ -20,8 +20,10 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib import metadata
 
-        found = metadata.distributions(name="offload-rt")
-        return next((one.version for one in found), "not installed")  # used from a checkout
+        installed = metadata.distributions(name="offload-rt")
+        return next(
+            (distribution.version for distribution in installed), "not installed"
+        )  # used from a checkout
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

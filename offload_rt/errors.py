@@ -24,12 +24,12 @@ def first_line(error: BaseException) -> str:
     return shortened(text.splitlines()[0])
 
 
-def shortened(text: str, most: int = LONGEST_MESSAGE) -> str:
-    """Returns `text` without its middle where it has more than `most` characters."""
-    if len(text) <= most:
+def shortened(text: str, limit: int = LONGEST_MESSAGE) -> str:
+    """Returns `text` without its middle where it has more than `limit` characters."""
+    if len(text) <= limit:
         return text
-    end = most // 3
-    return f"{text[: most - end - 3]} … {text[-end:]}"
+    end = limit // 3
+    return f"{text[: limit - end - 3]} … {text[-end:]}"
 
 
 class _Brief(reprlib.Repr):

@@ -26,14 +26,20 @@ EMULATED_CUDA = "EMULATED_CUDA" in os.environ
 # Before anything imports Triton: where there is no GPU, its interpreter runs the kernels.
 if not EMULATED_CUDA and not has_nvidia_driver():
     os.environ["TRITON_INTERPRET"] = "1"
-if EMULATED_CUDA:
-    from emulated import cuda
 
-    cuda.install(os.environ["EMULATED_CUDA"])
 
-    from offload_rt.model.cuda_graphs import CudaCapture
+def pytest_configure(config: pytest.Config) -> None:
+    """Emulates a GPU before tests are imported, but not in the process that only distributes them."""
+    distributes = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if EMULATED_CUDA and not distributes:
+        from emulated import cuda
 
-    CudaCapture.WARM_UP = 1  # one finds what depends on the pass before it; a second is for CUDA's libraries
+        cuda.install(os.environ["EMULATED_CUDA"])
+
+        from offload_rt.model.cuda_graphs import CudaCapture
+
+        # One finds what depends on the pass before it; a second is for CUDA's libraries.
+        CudaCapture.WARM_UP = 1
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

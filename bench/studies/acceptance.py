@@ -72,25 +72,25 @@ class ExactTopKCache:
     def begin(self, new: NewTokens) -> None:
         self._full.transfer.flush()
         self.local.begin(new, 0)
-        self._new = new
+        self._new_tokens = new
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         full, length = self._full, self.verified_length
         runs = [pages.plain() for pages in full.sequence.views(layer, 0, length)]
         if layer >= self._whole:
             sides = zip(*(pages.head_major() for pages in runs), strict=True)
-            stored = [torch.cat(side, dim=1).to(full.device) for side in sides]
-            mass = chunk_scores(fold(queries, len(keys)), stored[0], softmax.scale)  # of single tokens
-            chosen = top_chunks(mass, min(self._budget, length), first=0)
-            runs = [PlainPages.one(*(side.take_along_dim(chosen[..., None], 1) for side in stored))]
+            kv = [torch.cat(side, dim=1).to(full.device) for side in sides]
+            mass = chunk_scores(fold(queries, len(keys)), kv[0], softmax.scale)  # of single tokens
+            top = top_chunks(mass, min(self._budget, length), first=0)
+            runs = [PlainPages.one(*(side.take_along_dim(top[..., None], 1) for side in kv))]
         total = AttentionSum(full.backend, queries, len(keys), softmax.scale)
         for pages in runs:
             total.attend(PlainPages(pages.keys.to(full.device), pages.values.to(full.device)))
-        mask = folded_mask(full.backend, self._new.mask(0, keys), queries, len(keys))
+        mask = folded_mask(full.backend, self._new_tokens.mask(0, keys), queries, len(keys))
         total.attend(PlainPages.one(keys, values), mask)
         return total.result(softmax.sinks)
 
-    def commit(self, kept: Sequence[int]) -> None:
+    def commit(self, indices: Sequence[int]) -> None:
         """Does nothing: verified KV is in the full cache."""
 
     def keep(self, entries: Sequence[int]) -> None:
@@ -172,12 +172,14 @@ def acceptance(sequence: TokenSequence, tokens: Sequence[int], kind: str, budget
     cache = small_cache(sequence, kind, budget)
     full, small = sequence.verifier, replace(sequence.verifier, cache=cache)
     probs = Sampler(temperature=1.0).probs
-    found = []
+    shares = []
     for at in range(0, len(tokens), ROUND):
-        drafted, true = (probs(passed(one, tokens[at : at + ROUND], ROUND).logits) for one in (small, full))
+        drafted, true = (
+            probs(passed(cache, tokens[at : at + ROUND], ROUND).logits) for cache in (small, full)
+        )
         full.cache.commit(range(ROUND))
-        found.append(torch.minimum(true, drafted).sum(-1).double().cpu())
-    return torch.cat(found)
+        shares.append(torch.minimum(true, drafted).sum(-1).double().cpu())
+    return torch.cat(shares)
 
 
 def small_caches(study: Texts) -> list[Row]:
@@ -196,21 +198,21 @@ def small_caches(study: Texts) -> list[Row]:
         books, passages = (defaultdict[tuple[str, int], list[Tensor]](list) for _ in range(2))
         kinds = list(product(sizes.caches, (max(least, length // share) for share in sizes.shares)))
         for name, tokens in study.books.items():
-            read, after = tokens[:length], tokens[length : length + positions]
-            what = f"{name}: acceptance after {length} tokens"
-            with study.sequence(what, read, positions, "retrieval") as sequence:
-                take(sequence, read)
+            prompt, after = tokens[:length], tokens[length : length + positions]
+            purpose = f"{name}: acceptance after {length} tokens"
+            with study.sequence(purpose, prompt, positions, "retrieval") as sequence:
+                take(sequence, prompt)
                 for kind in kinds:
                     books[kind].append(acceptance(sequence, after, *kind))
             depths = min(DEPTHS, length // (2 * (needles.PASSAGE + needles.SPACING)))
             planted, hidden = needles.plant(tokens, length, depths, 1, study.alphabet, generator)
-            what = f"{name}: passages in {length} tokens"
-            with study.sequence(what, planted, needles.PASSAGE, "retrieval") as sequence:
+            purpose = f"{name}: passages in {length} tokens"
+            with study.sequence(purpose, planted, needles.PASSAGE, "retrieval") as sequence:
                 take(sequence, planted)
                 # The token after the last one of a passage is not part of it.
-                asked = slice(needles.CUE, -1)
+                judged = slice(needles.CUE, -1)
                 for kind, passage in product(kinds, hidden):
-                    passages[kind].append(acceptance(sequence, passage, *kind)[asked])
+                    passages[kind].append(acceptance(sequence, passage, *kind)[judged])
         for kind, budget in kinds:
             values = torch.stack(books[kind, budget])
             paper_books, paper_needles = TABLE_1.get(kind, (None, None))

@@ -61,29 +61,29 @@ class Continued(Texts):
             yield llm.read(prompt)
 
     def measured(
-        self, context: Context, overrides: Mapping[str, object], config: str = "retrieval", **given: Any
+        self, context: Context, overrides: Mapping[str, object], config: str = "retrieval", **sampling: Any
     ) -> Row:
         """Continues the context once with each seed.
 
         `error` is the standard error of `tokens_per_pass` over the seeds.
 
         Args:
-            given: sampling parameters that differ from those of the study.
+            sampling: sampling parameters that differ from those of the study.
         """
         params = SamplingParams(self.sizes.temperature, max_tokens=self.sizes.new_tokens, ignore_eos=True)
         seeds = range(1, self.sizes.seeds + 1)
-        each = (replace(params, **given, seed=seed) for seed in seeds)
-        results = [continued(context, one, config, overrides) for one in each]
-        yields = [len(one.tokens) / one.rounds for one in results]
-        rounds = sum(one.rounds for one in results)
-        proposed = sum(one.timings.drafted_tokens for one in results)
+        seeded = (replace(params, **sampling, seed=seed) for seed in seeds)
+        results = [continued(context, result, config, overrides) for result in seeded]
+        yields = [len(result.tokens) / result.rounds for result in results]
+        rounds = sum(result.rounds for result in results)
+        proposed = sum(result.timings.drafted_tokens for result in results)
         return {
-            "tokens_per_pass": sum(len(one.tokens) for one in results) / rounds,
+            "tokens_per_pass": sum(len(result.tokens) for result in results) / rounds,
             "error": stdev(yields) / len(yields) ** 0.5 if len(yields) > 1 else None,
             "proposed_per_pass": proposed / rounds,
-            "accepted": sum(one.timings.accepted_tokens for one in results) / max(1, proposed),
-            "draft_ms_per_pass": sum(one.levels[0].ms for one in results) / rounds,
-            "ms_per_token": median(1e3 / one.timings.tokens_per_second for one in results),
+            "accepted": sum(result.timings.accepted_tokens for result in results) / max(1, proposed),
+            "draft_ms_per_pass": sum(result.levels[0].ms for result in results) / rounds,
+            "ms_per_token": median(1e3 / result.timings.tokens_per_second for result in results),
         }
 
     def plain_ms(self, context: Context) -> float:

@@ -50,16 +50,16 @@ def greedy(study: Continued) -> Iterator[Row]:
                 start = room * number // max(1, sizes.passages - 1)
                 prompt = tokens[start : start + sizes.context]
                 args.say(f"{name}: passage {number + 1} of {sizes.passages}")
-                wanted, rounding = own_tokens(study, prompt)
-                row: Row = {"text": name, "start": start, "tokens": len(wanted), "rounding": rounding}
+                reference, rounding = own_tokens(study, prompt)
+                row: Row = {"text": name, "start": start, "tokens": len(reference), "rounding": rounding}
                 with llm.read(prompt, sizes.new_tokens) as context:
                     for system in ("plain", config):
-                        found = context.generate((), params, config=system).tokens
+                        continuation = context.generate((), params, config=system).tokens
                         context.rewind(len(prompt))
-                        equal = common_beginning(wanted, found)
+                        equal = common_beginning(reference, continuation)
                         row[f"{system} equal"] = equal
-                        differ = equal < len(wanted)
-                        row[f"{system} gap"] = gap(study, [*prompt, *wanted[:equal]]) if differ else ""
+                        differ = equal < len(reference)
+                        row[f"{system} gap"] = gap(study, [*prompt, *reference[:equal]]) if differ else ""
                 yield row
 
 
@@ -67,7 +67,7 @@ def own_tokens(study: Continued, prompt: Sequence[int]) -> tuple[list[int], floa
     """What transformers writes behind a prompt, and how far its own logits differ by the order of sums."""
     ids, target = torch.tensor([prompt], device=study.device), cast(Any, study.target)
     with torch.inference_mode():
-        made = target.generate(
+        generated = target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=study.sizes.new_tokens,
@@ -76,9 +76,9 @@ def own_tokens(study: Continued, prompt: Sequence[int]) -> tuple[list[int], floa
             return_dict_in_generate=True,
             output_logits=True,
         )
-        tokens: list[int] = made.sequences[0, len(prompt) :].tolist()
-        steps = torch.stack([one[0] for one in made.logits])
-        at_once = target(made.sequences[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
+        tokens: list[int] = generated.sequences[0, len(prompt) :].tolist()
+        steps = torch.stack([step[0] for step in generated.logits])
+        at_once = target(generated.sequences[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
     return tokens, float((steps - at_once).abs().max())
 
 

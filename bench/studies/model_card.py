@@ -60,21 +60,21 @@ def loss(study: Texts) -> list[Row]:
     context, step = study.sizes.context, study.sizes.step
     windows = [context // part for part in WINDOWS]
     last = windows[0] // 2
-    found = defaultdict[int, list[Tensor]](list)
+    losses_of = defaultdict[int, list[Tensor]](list)
     for name, tokens in study.books.items():
         for window in windows:
             prompt = window_of(tokens[:context], window, study.tokenizer.bos_token_id)
             with study.sequence(f"{name}: loss after {window} tokens", prompt) as sequence:
-                found[window].append(token_losses(sequence, prompt))
+                losses_of[window].append(token_losses(sequence, prompt))
 
     def row(prompt: int, start: int, losses: Tensor, change: Tensor | None) -> Row:
         by_text = losses.nanmean(1).tolist()
         place = {"prompt": prompt, "from": start, "to": start + losses.shape[1], "loss": fmean(by_text)}
         return place | of_change(change) | dict(zip(study.books, by_text, strict=True))
 
-    along = pad(torch.stack(found[context]), (1, 0), value=torch.nan)  # the first token has no loss
+    along = pad(torch.stack(losses_of[context]), (1, 0), value=torch.nan)  # the first token has no loss
     rows = [row(context, start, along[:, start : start + step], None) for start in range(0, context, step)]
-    ends = [torch.stack(losses)[:, -last:] for losses in found.values()]
+    ends = [torch.stack(losses)[:, -last:] for losses in losses_of.values()]
     changes = [None, *(after - before for before, after in pairwise(ends))]
     cases = zip(windows, ends, changes, strict=True)
     return rows + [row(window, window - last, losses, change) for window, losses, change in cases]

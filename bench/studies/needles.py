@@ -31,16 +31,19 @@ def needle(study: Texts) -> list[Row]:
     generator, alphabet = torch.Generator().manual_seed(study.sizes.seed), study.alphabet
     rows, least = list[Row](), DEPTHS * (PASSAGE + SPACING)
     for length in (study.sizes.context // part for part in CONTEXTS):
-        each, scores = min(EACH, max(1, length // (2 * least))), list[list[float]]()
+        count, scores = min(EACH, max(1, length // (2 * least))), list[list[float]]()
         if length < least:
             continue
         for name, tokens in study.books.items():
-            prompt, passages = plant(tokens, length, DEPTHS, each, alphabet, generator)
+            prompt, passages = plant(tokens, length, DEPTHS, count, alphabet, generator)
             with study.sequence(f"{name}: needles in {length} tokens", prompt) as sequence:
                 take(sequence, prompt)
-                scores.append(recall(sequence, passages, each))
-        by_depth = {f"{at / (DEPTHS - 1):g}": fmean(one) for at, one in enumerate(zip(*scores, strict=True))}
-        rows.append({"context": length, "passages": each, "chance": 1 / len(alphabet)} | by_depth)
+                scores.append(recall(sequence, passages, count))
+        by_depth = {
+            f"{at / (DEPTHS - 1):g}": fmean(depth_scores)
+            for at, depth_scores in enumerate(zip(*scores, strict=True))
+        }
+        rows.append({"context": length, "passages": count, "chance": 1 / len(alphabet)} | by_depth)
     return rows
 
 
@@ -48,11 +51,11 @@ def plant(
     text: Sequence[int],
     length: int,
     depths: int,
-    each: int,
+    count: int,
     alphabet: Sequence[int],
     generator: torch.Generator,
 ) -> tuple[list[int], list[list[int]]]:
-    """Plants `each` passages at each of `depths` depths; returns the prompt and the passages.
+    """Plants `count` passages at each of `depths` depths; returns the prompt and the passages.
 
     Depth 0 is right after the first token; the last depth ends with the prompt.
 
@@ -63,35 +66,35 @@ def plant(
     Raises:
         ValueError: the passages do not fit.
     """
-    kept = length - depths * each * PASSAGE
-    room = kept - 1 - (each - 1) * SPACING
-    if room < (depths - 1) * each * SPACING or kept > len(text):
-        raise ValueError(f"{depths * each} passages do not fit {length} tokens, or the text is too short")
+    text_tokens = length - depths * count * PASSAGE
+    room = text_tokens - 1 - (count - 1) * SPACING
+    if room < (depths - 1) * count * SPACING or text_tokens > len(text):
+        raise ValueError(f"{depths * count} passages do not fit {length} tokens, or the text is too short")
     prompt: list[int] = []
     passages: list[list[int]] = []
-    taken = 0
-    for depth, number in product(range(depths), range(each)):
+    position = 0
+    for depth, number in product(range(depths), range(count)):
         at = 1 + room * depth // max(depths - 1, 1) + number * SPACING
-        drawn = torch.randint(len(alphabet), (PASSAGE,), generator=generator).tolist()
-        passages.append([alphabet[i] for i in drawn])
-        prompt += [*text[taken:at], *passages[-1]]
-        taken = at
-    return [*prompt, *text[taken:kept]], passages
+        choices = torch.randint(len(alphabet), (PASSAGE,), generator=generator).tolist()
+        passages.append([alphabet[i] for i in choices])
+        prompt += [*text[position:at], *passages[-1]]
+        position = at
+    return [*prompt, *text[position:text_tokens]], passages
 
 
 @torch.inference_mode()
-def recall(sequence: TokenSequence, passages: Sequence[Sequence[int]], each: int) -> list[float]:
+def recall(sequence: TokenSequence, passages: Sequence[Sequence[int]], count: int) -> list[float]:
     """The share of passage tokens after the cue that the model's argmax predicts, by depth.
 
     The prompt must have been read. Each passage follows it, teacher forced.
 
     Args:
-        each: passages at each depth.
+        count: passages at each depth.
     """
     right = []
     for passage in passages:
         logits = passed(sequence.verifier, passage[:-1], PASSAGE - CUE).logits
         right.append(int((logits.argmax(-1).cpu() == torch.tensor(passage[CUE:])).sum()))
     sequence.full.abandon()
-    asked = each * (PASSAGE - CUE)
-    return [sum(right[at : at + each]) / asked for at in range(0, len(right), each)]
+    judged = count * (PASSAGE - CUE)
+    return [sum(right[at : at + count]) / judged for at in range(0, len(right), count)]

@@ -97,9 +97,9 @@ def _packing(layout: KVLayout, layers: list[Tensor], turns: int) -> Row:
     out, size = torch.empty_like(layers[0]), layers[0].nbytes
     return {
         "bits a value": 16 * layout.stored_share,
-        "escapes": sum(int(shape.escapes(one)[:, 0].sum()) for one in packed)
+        "escapes": sum(int(shape.escapes(part)[:, 0].sum()) for part in packed)
         / sum(map(Tensor.numel, layers)),
-        "pages unpacked": sum(int(shape.overflows(one).sum()) for one in packed),
+        "pages unpacked": sum(int(shape.overflows(part).sum()) for part in packed),
         "pack GB/s": size / _ms(lambda: codec.encode(shape, layers[0]), turns) / 1e6,
         "unpack GB/s": size / _ms(lambda: codec.decode(shape, packed[0], out), turns) / 1e6,
     }
@@ -127,8 +127,8 @@ def _pass_ms(llm: LLM, queries: int) -> float:
     (sequence,) = llm.engine.sequences
     full = sequence.full
     full.abandon()  # so that no pass finds its first segments there
-    given = PassInput(full, NewTokens.chain(queries), queries)
-    return elapsed_ms(lambda: sequence.target.forward([given]))
+    pass_input = PassInput(full, NewTokens.chain(queries), queries)
+    return elapsed_ms(lambda: sequence.target.forward([pass_input]))
 
 
 def _streamed(llm: LLM, queries: int) -> int:

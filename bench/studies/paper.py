@@ -67,15 +67,15 @@ def sweep(variants: Callable[[Continued], Iterable[Variant]]) -> Callable[[Conti
     @wraps(variants)
     def measure(study: Continued) -> Iterator[Row]:
         with study.read() as context:
-            for one in variants(study):
-                overrides = study.keys(one.overrides)
-                if study.draft is None and needs_draft_model([load_config(one.config, overrides)]):
+            for variant in variants(study):
+                overrides = study.keys(variant.overrides)
+                if study.draft is None and needs_draft_model([load_config(variant.config, overrides)]):
                     continue
-                say(one.label)
+                say(variant.label)
                 plain_ms = study.plain_ms(context)
-                row = study.measured(context, overrides, one.config, **one.sampling)
-                over = {"over_plain": plain_ms / row["ms_per_token"], "paper": one.paper}
-                yield {"variant": one.label} | row | over
+                row = study.measured(context, overrides, variant.config, **variant.sampling)
+                over = {"over_plain": plain_ms / row["ms_per_token"], "paper": variant.paper}
+                yield {"variant": variant.label} | row | over
 
     return measure
 
@@ -182,11 +182,11 @@ def ceilings(study: Continued) -> Iterator[Row]:
             accepted = acceptance_of(deep["tokens_per_pass"], DEPTH)
             expected = {n: expected_speedup(pass_ms, token_ms, accepted, n) for n in DRAFT_LENGTHS}
             best = max(expected, key=expected.__getitem__)
-            found = study.measured(text, study.keys() | {"speculation.gamma2": best})
+            measured = study.measured(text, study.keys() | {"speculation.gamma2": best})
         row = {"context": context, "pass_ms": pass_ms, "draft_token_ms": token_ms}
         row |= {"tokens_at_16": deep["tokens_per_pass"], "acceptance": accepted}
         row |= {"ceiling": ceiling(pass_ms, token_ms), "best_depth": best, "expected": expected[best]}
-        yield row | {"measured": pass_ms / found["ms_per_token"], "paper_ceiling": PAPER_CEILING}
+        yield row | {"measured": pass_ms / measured["ms_per_token"], "paper_ceiling": PAPER_CEILING}
 
 
 CHAINS = tuple(f"chain@{depth}" for depth in (8, 16, 24, 32, 48))
@@ -211,13 +211,13 @@ def shapes(study: Continued) -> list[Row]:
     with study.read() as context:
         for name in study.sizes.shapes:
             say(f"shape {name}")
-            shape, _, rest = name.partition("@")
-            depth, _, source = rest.partition("+")
+            shape, _, depth_and_source = name.partition("@")
+            depth, _, source = depth_and_source.partition("+")
             row = study.measured(context, study.drafting(int(depth), draft=shape, merge=source))
             if not source and shape == "chain" and alpha is None:
                 alpha = acceptance_of(row["tokens_per_pass"], int(depth))
-            known = alpha is not None and not source and shape.startswith(("chain", "sequoia"))
-            expected = expected_of(shape, int(depth), alpha or 0.0) if known else None
+            predictable = alpha is not None and not source and shape.startswith(("chain", "sequoia"))
+            expected = expected_of(shape, int(depth), alpha or 0.0) if predictable else None
             rows.append({"draft": name, **row, "expected": expected})
     chains = [row for row in rows if row["draft"].startswith("chain@") and "+" not in row["draft"]]
     best = max((row["tokens_per_pass"] for row in chains), default=None)
@@ -240,12 +240,14 @@ def layers(study: Continued) -> list[Row]:
     with study.read(linked=False) as context:
         for name, calibrate, draft, depth in plans:
             say(f"layers {name}, {draft}{'' if calibrate else ', not calibrated'}")
-            found = study.measured(
+            measured = study.measured(
                 context, study.drafting(depth, layers=name, calibrate=calibrate, draft=draft)
             )
             row: Row = {"layers": name, "draft": f"{draft}@{depth}", "calibrated": calibrate}
-            row |= {key: found[key] for key in ("tokens_per_pass", "accepted")} | {"likeness": alike[name]}
-            rows.append(row | {"draft_token_ms": found["draft_ms_per_pass"] / found["proposed_per_pass"]})
+            row |= {key: measured[key] for key in ("tokens_per_pass", "accepted")} | {"likeness": alike[name]}
+            rows.append(
+                row | {"draft_token_ms": measured["draft_ms_per_pass"] / measured["proposed_per_pass"]}
+            )
     by_name = {row["layers"]: row["draft_token_ms"] for row in rows if row["draft"] == "chain@8"}
     attention_ms = max(0.0, by_name["all"] - by_name["skip:1a,2a,3a"]) / 3
     for row, (name, _, draft, depth) in zip(rows, plans, strict=True):
@@ -254,9 +256,9 @@ def layers(study: Continued) -> list[Row]:
         width = DraftShape.parse(draft).deep(depth).per_pass  # tokens that a pass drafts
         row["own_devices_ms"] = row["draft_token_ms"] - attention_ms * spared / width
         case = _case(study, load_config("retrieval", study.keys()).retrieval.budget, width)
-        found = dict(*two_devices.measured(study.target, case, [name] if spared else []))
+        measured = dict(*two_devices.measured(study.target, case, [name] if spared else []))
         row["one_core_ms"], row["two_cores_ms"] = (
-            found.get(f"{form}_ms", 0.0) / width or None for form in ("one_device", "two_devices")
+            measured.get(f"{form}_ms", 0.0) / width or None for form in ("one_device", "two_devices")
         )
     return rows
 
@@ -281,19 +283,22 @@ def _case(study: Continued, entries: int, tokens: int = 8) -> two_devices.Case:
 @torch.inference_mode()
 def _likeness(study: Continued) -> dict[str, float]:
     """Mean cosine similarity of the last hidden states to the exact ones, by order of layers."""
-    context, found = study.sizes.context, dict[str, Tensor]()
-    read, probed = study.tokens[:context], study.tokens[context : context + PROBED]
-    with study.sequence("likeness of orders of layers", read, PROBED, "retrieval") as sequence:
-        take(sequence, read)
+    context, hidden_of = study.sizes.context, dict[str, Tensor]()
+    prompt, probed = study.tokens[:context], study.tokens[context : context + PROBED]
+    with study.sequence("likeness of orders of layers", prompt, PROBED, "retrieval") as sequence:
+        take(sequence, prompt)
         for name in LAYERS:
             recompose(sequence, load_config("retrieval", study.drafting(PROBED, layers=name)))
             drafter = sequence.verifier.drafter
             assert isinstance(drafter, ModelDrafter)
             hidden = passed(drafter, probed, PROBED, hidden=True).hidden
             assert hidden is not None
-            found[name] = hidden.float()
+            hidden_of[name] = hidden.float()
     cosine = torch.cosine_similarity
-    return {name: float(cosine(one, found["all"], dim=-1).mean()) for name, one in found.items()}
+    return {
+        name: float(cosine(hidden_states, hidden_of["all"], dim=-1).mean())
+        for name, hidden_states in hidden_of.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -358,8 +363,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         ("seeds", int, 1, "continuations of each row"),
         ("temperature", float, 0, "of sampling"),
     )
-    most = f"of each continuation (default: {Sizes.new_tokens})"
-    parser.add_argument("-n", "--new-tokens", type=args.number(int, 8), metavar="N", help=most)
+    meaning = f"of each continuation (default: {Sizes.new_tokens})"
+    parser.add_argument("-n", "--new-tokens", type=args.number(int, 8), metavar="N", help=meaning)
     kind = args.listed(args.one_of(SHAPES))
     parser.add_argument(
         "--shapes", type=kind, metavar="A,B", help=f"of drafts (default: {args.shown(SHAPES)})"

@@ -55,8 +55,8 @@ def first_token(study: Continued) -> Iterator[Row]:
         with tempfile.TemporaryDirectory(dir=study.arguments.folder) as folder:
             path = Path(folder) / "context.safetensors"
             rows = [_turn(study, length, path) for _ in range(study.sizes.turns)]
-        row = {name: median(one[name] for one in rows) for name in rows[0]}
-        row["tokens_equal"] = all(one["tokens_equal"] for one in rows)
+        row = {name: median(result[name] for result in rows) for name in rows[0]}
+        row["tokens_equal"] = all(result["tokens_equal"] for result in rows)
         yield {"tokens": length} | row | {"cold_over_disk": row["cold"] / row["disk"]}
 
 
@@ -122,8 +122,8 @@ def sizes_on_disk(study: Continued) -> Iterator[Row]:
         (sequence,) = llm.engine.sequences
         kv = sequence.full.transfer.read(0, length - 1).cpu()
     for dtype in dict.fromkeys((kv.dtype, torch.bfloat16)):
-        stored = kv.to(dtype)
-        raw, width = stored.view(torch.uint8), dtype.itemsize
+        converted = kv.to(dtype)
+        raw, width = converted.view(torch.uint8), dtype.itemsize
         split = raw.view(-1, width).T.contiguous()
         for name, data in (("as it is", None), ("zstd", raw), ("zstd, split bytes", split)):
             size, packing, unpacking = raw.numel(), None, None
@@ -142,11 +142,11 @@ def sizes_on_disk(study: Continued) -> Iterator[Row]:
 
 def _compressed(data: torch.Tensor) -> tuple[int, float, float]:
     """Returns the compressed size, and GB/s to compress and to restore; checks that nothing is lost."""
-    given = data.numpy().tobytes()
-    packing, packed = timed(lambda: zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(given))
+    raw = data.numpy().tobytes()
+    packing, packed = timed(lambda: zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw))
     unpacking, restored = timed(lambda: zstandard.ZstdDecompressor().decompress(packed))
-    assert restored == given
-    return len(packed), len(given) / 1e9 / packing, len(given) / 1e9 / unpacking
+    assert restored == raw
+    return len(packed), len(raw) / 1e9 / packing, len(raw) / 1e9 / unpacking
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -104,8 +104,8 @@ def _measured(sequence: TokenSequence, sizes: Sizes) -> Row:
 
     def run(count: int) -> float:
         full.rewind(length)
-        given = PassInput(full, NewTokens.chain(count), rows)
-        return elapsed_ms(lambda: model.forward([given]))
+        pass_input = PassInput(full, NewTokens.chain(count), rows)
+        return elapsed_ms(lambda: model.forward([pass_input]))
 
     times: dict[str, list[float]] = {"pass": [], "again": [], "longer": [], "at once": [], "recorded": []}
     for _ in range(sizes.turns):
@@ -118,7 +118,7 @@ def _measured(sequence: TokenSequence, sizes: Sizes) -> Row:
         for step, name in ((rows, "at once"), (1, "recorded")):
             times[name].append(elapsed_ms(partial(_mixers, sequence, rows, step)))
     full.rewind(length)
-    ms = {name: median(each) for name, each in times.items()}
+    ms = {name: median(times_of_form) for name, times_of_form in times.items()}
     states = sum(
         t.nbytes for state in full.local.history.states.values() for t in state_tensors(state.state).values()
     )

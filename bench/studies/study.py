@@ -110,7 +110,7 @@ class Study:
         for number, (name, part) in enumerate(parts.items(), 1):
             say(f"part {number} of {len(parts)}: {name}; {(perf_counter() - started) / 60:.1f} min so far")
             results.record({"part": name}, partial(self._measured, part, subject), part.section)
-        results.finish({one["part"]: one["rows"] for one in results.records})
+        results.finish({record["part"]: record["rows"] for record in results.records})
 
     def _measured(self, part: Part, subject: Any) -> Row:
         """All rows of a part; an interrupt prints those that there are."""

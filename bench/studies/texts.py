@@ -50,18 +50,18 @@ def sequence_over(target: CausalModel, config: Config, tokens: int, room: int = 
     config = config.having("retrieval.select", "mean_keys").having("retrieval.rest", True)
     link: Link = CudaLink(device) if on_gpu else CpuLink()
     with closing(link), closing(PagedKVStore(target.kv_layout(config.store.page), pin=on_gpu)) as store:
-        shared = SharedResources(target, None, store, link, choose_backend(device))
+        resources = SharedResources(target, None, store, link, choose_backend(device))
         runner = target.for_length(tokens, room)
         shape = shape_of(target.module, ElementType.of(target.dtype), target.name)
         request = PlanRequest(shape, None, config, max(1, tokens), room, named_hardware(NO_GPU))
         plan = SequencePlan.of(request, EVERYTHING_STREAMED)
-        with closing(TokenSequence(shared, plan, runner, tokens + room + 1)) as sequence:
+        with closing(TokenSequence(resources, plan, runner, tokens + room + 1)) as sequence:
             yield sequence
 
 
 def take(sequence: TokenSequence, tokens: Sequence[int]) -> None:
     """Reads all `tokens` into the full cache, and fills the small caches of the sequence's config."""
-    sequence.read([*tokens, 0])  # a sequence's last token opens the first round and is not in the cache
+    sequence.prefill([*tokens, 0])  # a sequence's last token opens the first round and is not in the cache
     recompose(sequence, sequence.plan.config)
 
 
@@ -116,10 +116,10 @@ class Texts:
         if tokenizer is None:
             raise UsageError(f"model {source} has no tokenizer, and a text needs one")
         books = {name: encode(tokenizer, text) for name, text in texts.items()}
-        needed = sizes.context + sizes.positions * any(part in READ_ON for part in arguments.parts)
+        least = sizes.context + sizes.positions * any(part in READ_ON for part in arguments.parts)
         for name, tokens in books.items():
-            if len(tokens) < needed:
-                message = f"has {len(tokens)} tokens, and {needed} are needed"
+            if len(tokens) < least:
+                message = f"has {len(tokens)} tokens, and {least} are needed"
                 raise UsageError(f"text {name}: {message}; leave it out, or use a shorter --context")
         return cls(target, draft, tokenizer, args.recorded_name(source), books, sizes, arguments)
 
@@ -146,10 +146,10 @@ class Texts:
 
     @contextmanager
     def sequence(
-        self, what: str, tokens: Sequence[int], room: int = 0, config: str = "plain"
+        self, purpose: str, tokens: Sequence[int], room: int = 0, config: str = "plain"
     ) -> Iterator[TokenSequence]:
         """Opens a sequence for `tokens`; see `sequence_over`."""
-        say(what)
+        say(purpose)
         target = CausalModel(self.target, self.name)
         with sequence_over(target, self.config(config), len(tokens), room) as sequence:
             yield sequence

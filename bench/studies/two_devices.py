@@ -82,16 +82,16 @@ class _Form:
 
     def logits(self) -> Tensor:
         """Logits of the last token of a pass."""
-        given = PassInput(self.cache, NewTokens.chain(self.tokens), rows=1)
-        (output,) = self.model.forward([given], self.plan)
+        pass_input = PassInput(self.cache, NewTokens.chain(self.tokens), rows=1)
+        (output,) = self.model.forward([pass_input], self.plan)
         return output.logits.float().cpu()
 
     def __call__(self) -> tuple[float, ...]:
         """Runs it; returns its ms, and the ms of CPU time in this thread and in all threads."""
         clocks = perf_counter, thread_time, process_time
-        started = [clock() for clock in clocks]
+        starts = [clock() for clock in clocks]
         self.logits()
-        return tuple(1e3 * (clock() - before) for clock, before in zip(clocks, started, strict=True))
+        return tuple(1e3 * (clock() - before) for clock, before in zip(clocks, starts, strict=True))
 
 
 @contextmanager
@@ -127,9 +127,9 @@ def measured(module: PreTrainedModel, case: Case, names: Sequence[str] = PLANS) 
         for name in names:
             plan = model.layer_order(name)
             assert plan is not None
-            shared = plan.on_two_devices()
-            split = _split(model, case, second, shared)
-            forms = _Form(model, whole, plan, case.tokens), _Form(model, split, shared, case.tokens)
+            two_device_plan = plan.on_two_devices()
+            split = _split(model, case, second, two_device_plan)
+            forms = _Form(model, whole, plan, case.tokens), _Form(model, split, two_device_plan, case.tokens)
             one_logits, two_logits = (form.logits() for form in forms)
             turns = [[form() for form in (alone, *forms)] for _ in range(case.repeats + 1)][1:]
             in_turn, one, two = (
@@ -138,7 +138,7 @@ def measured(module: PreTrainedModel, case: Case, names: Sequence[str] = PLANS) 
             )
             row: Row = {"layers": name, "groups": [list(group) for group in plan.groups]}
             row |= {"in_turn_ms": in_turn[0], "one_device_ms": one[0], "two_devices_ms": two[0]}
-            row |= {"share": two[0] / one[0], "exchanges": shared.exchanges}
+            row |= {"share": two[0] / one[0], "exchanges": two_device_plan.exchanges}
             # Of the logits, over the largest one.
             row |= {"difference": float((one_logits - two_logits).abs().max() / one_logits.abs().max())}
             cpu_ms = {"one_cpu_ms": one[1], "first_cpu_ms": two[1], "second_cpu_ms": two[2] - two[1]}
@@ -149,7 +149,7 @@ def measured(module: PreTrainedModel, case: Case, names: Sequence[str] = PLANS) 
 def _split(model: CausalModel, case: Case, second: SecondDevice, plan: LayerOrder) -> SplitCache:
     model.remote_blocks.take(second, remote := sorted(plan.remote))
     home = [layer for layer in range(model.layers) if layer not in plan.remote]
-    here = _filled(ModelLayers.of(model, home, None), case, home)
+    home_cache = _filled(ModelLayers.of(model, home, None), case, home)
     with second.on_stream():
-        there = _filled(ModelLayers.of(model, remote, second), case, remote)
-    return SplitCache(here, there, second, plan.remote, model.layers)
+        away_cache = _filled(ModelLayers.of(model, remote, second), case, remote)
+    return SplitCache(home_cache, away_cache, second, plan.remote, model.layers)

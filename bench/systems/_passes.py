@@ -44,8 +44,8 @@ class Text:
         self._prompt: Prompt = ()
 
     @torch.inference_mode()
-    def read(self, prompt: Prompt) -> float:
-        """Reads a prompt, unless it is the one before; returns ms of its prefill."""
+    def prefill(self, prompt: Prompt) -> float:
+        """Prefills a prompt, unless it is the previous one; returns ms of its prefill."""
         if prompt != self._prompt:
             self.cache = None  # frees its memory before the next one is filled
             self.cache, self._prompt = self._new_cache(), prompt
@@ -110,9 +110,9 @@ class Continued:
 
     def prepare(self, prompt: Prompt) -> float:
         self._cache = None  # as above
-        read_ms, started = self.text.read(prompt), perf_counter()
+        prefill_ms, started = self.text.prefill(prompt), perf_counter()
         self._cache = self.text.static_cache(self.setup.capacity) if self._static else self.text.cache
-        return read_ms + 1e3 * (perf_counter() - started)
+        return prefill_ms + 1e3 * (perf_counter() - started)
 
     def run(self, new_tokens: int) -> Run:
         self.text.rewind(self._cache)
@@ -125,8 +125,8 @@ class Continued:
             out = self.text.model(token, use_cache=True, **{CACHE_ARGUMENT: self._cache}, logits_to_keep=1)
             token = out.logits[:, -1].argmax(-1, keepdim=True)
             tokens.append(token)
-        found = torch.cat(tokens, dim=1).flatten().tolist()
-        return Run(found, 1e3 * (perf_counter() - started), len(found), count)
+        ids = torch.cat(tokens, dim=1).flatten().tolist()
+        return Run(ids, 1e3 * (perf_counter() - started), len(ids), count)
 
     def _generate(self, count: int) -> Run:
         """Times from the first round's tokens to the last, without the setup of `generate`, unless one round
@@ -137,8 +137,8 @@ class Continued:
         out = self.text.model.generate(ids, **options)
         times, (_, *rounds) = zip(*arrivals, strict=True)
         ms = 1e3 * (times[-1] - times[1 if len(rounds) > 1 else 0])
-        found = out[:, ids.shape[1] :].flatten().tolist()
-        return Run(found, ms, sum(rounds[1:]) or len(found), len(rounds))
+        new_ids = out[:, ids.shape[1] :].flatten().tolist()
+        return Run(new_ids, ms, sum(rounds[1:]) or len(new_ids), len(rounds))
 
     @torch.inference_mode()
     def logits_after(self, tokens: Sequence[int]) -> list[float]:
@@ -173,9 +173,11 @@ class HostLayer(DynamicLayer):
         self._capacity = capacity
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        given: Any = {"dtype": key_states.dtype, "pin_memory": key_states.is_cuda}
-        shapes = ((*one.shape[:2], self._capacity, one.shape[3]) for one in (key_states, value_states))
-        self.buffers = [torch.empty(shape, **given) for shape in shapes]
+        options: Any = {"dtype": key_states.dtype, "pin_memory": key_states.is_cuda}
+        shapes = (
+            (*states.shape[:2], self._capacity, states.shape[3]) for states in (key_states, value_states)
+        )
+        self.buffers = [torch.empty(shape, **options) for shape in shapes]
         self.keys, self.values = (buffer[:, :, :0] for buffer in self.buffers)
         self.is_initialized = True
 

@@ -66,12 +66,13 @@ def _deepspeed(setup: Setup, device: torch.device) -> Any:
 
 
 def _config(setup: Setup, offloaded: bool, device: torch.device) -> dict[str, Any]:
-    kept = ("stage3_param_persistence_threshold", "stage3_model_persistence_threshold")
-    placed = {"offload_param": {"device": "cpu", "pin_memory": device.type == "cuda"}}
+    kept_on_device = ("stage3_param_persistence_threshold", "stage3_model_persistence_threshold")
+    offload = {"offload_param": {"device": "cpu", "pin_memory": device.type == "cuda"}}
     return {
         "train_micro_batch_size_per_gpu": 1,  # required, unused
         "bf16": {"enabled": setup.dtype == "bfloat16"},
-        "zero_optimization": {"stage": 3} | (placed if offloaded else dict.fromkeys(kept, EVERY_WEIGHT)),
+        "zero_optimization": {"stage": 3}
+        | (offload if offloaded else dict.fromkeys(kept_on_device, EVERY_WEIGHT)),
     }
 
 

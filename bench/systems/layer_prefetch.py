@@ -44,15 +44,15 @@ class PrefetchedCache(Cache):
             self._fetch(index)
         assert self._next is not None
         self._next[1].synchronize()
-        here = self._buffers[0]
+        buffers = self._buffers[0]
         self._fetch((index + 1) % len(self.layers))
-        return here
+        return buffers
 
     def _fetch(self, index: int) -> None:
         """Begins to copy the KV of a layer into the buffers that are not in use."""
         layer: Any = self.layers[index]
         if not self._buffers:
-            self._buffers = [[torch.empty_like(one) for one in layer.buffers] for _ in range(2)]
+            self._buffers = [[torch.empty_like(buffer) for buffer in layer.buffers] for _ in range(2)]
         self._buffers.reverse()
         count = layer.get_seq_length()
         pairs = zip(self._buffers[0], layer.buffers, strict=True)

@@ -87,12 +87,16 @@ class LlamaCpp:
         start, count = len(self._prompt[0]) - 1, len(self._prompt)
         for number in range(count):
             llama_cpp.llama_memory_seq_rm(self._memory, number, start, -1)
-        chosen, steps, started = np.array([one[-1] for one in self._prompt]), [], perf_counter()
+        newest, steps, started = (
+            np.array([tokens_of_text[-1] for tokens_of_text in self._prompt]),
+            [],
+            perf_counter(),
+        )
         for at in range(start, start + new_tokens):
-            self._pass([(number, at, int(token)) for number, token in enumerate(chosen)], logits=True)
+            self._pass([(number, at, int(token)) for number, token in enumerate(newest)], logits=True)
             logits = llama_cpp.llama_get_logits(self._context)
-            chosen = np.ctypeslib.as_array(logits, (count, self._tokens)).argmax(-1)
-            steps.append(chosen)
+            newest = np.ctypeslib.as_array(logits, (count, self._tokens)).argmax(-1)
+            steps.append(newest)
         ms, tokens = 1e3 * (perf_counter() - started), np.array(steps).T.flatten().tolist()
         return Run(tokens, ms, len(tokens), new_tokens)
 

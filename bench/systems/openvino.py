@@ -29,12 +29,12 @@ class OpenVino:
         wider = 1 if setup.dtype == "float32" else 2  # KV may be float32, whatever the weights are
         kv_bytes = wider * setup.kv_token_bytes * setup.capacity * setup.batch
         scheduler.cache_size = 1 + -(-kv_bytes // GIB)
-        given: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads}
+        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads}
         if exact:
-            given |= {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}
+            options |= {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}
         # It reads no other type that is not quantized.
         file = str(gguf_file(Path(setup.model), "float16", setup.folder))
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(file, scheduler, "CPU", given)
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(file, scheduler, "CPU", options)
         self._how = openvino_genai.GenerationConfig(ignore_eos=True, do_sample=False)
         version = openvino_genai.__version__.partition("-")[0]
         self.label = f"OpenVINO GenAI {version}, {'float32' if exact else '8-bit'} KV"

@@ -49,10 +49,10 @@ def shared_text(setup: Setup) -> RecordedText:
 
     target, draft = load(setup.model), load(setup.draft) if setup.draft else None
     link: Link = CudaLink(device) if device.type == "cuda" else CpuLink()
-    others: Sequence[Link] = ()
+    other_links: Sequence[Link] = ()
     if setup.link_gb_s:
-        link, *others = (PacedLink(1e9 * setup.link_gb_s) for _ in range(1 + setup.gpus))
-    return RecordedText(target, draft, link, config, setup.capacity, notices, others)
+        link, *other_links = (PacedLink(1e9 * setup.link_gb_s) for _ in range(1 + setup.gpus))
+    return RecordedText(target, draft, link, config, setup.capacity, notices, other_links)
 
 
 class Ours:
@@ -62,44 +62,44 @@ class Ours:
         config = load_config(name, {**setup.options, **setup.settings})
         if setup.draft is None and needs_draft_model([config]):
             raise ValueError(f"{name} needs a draft model: --draft FOLDER")
-        given = "".join(f", {key} = {value}" for key, value in setup.settings.items())
-        self.label = f"offload-rt {offload_rt.__version__}, {name}{given}"
-        held = setup.acceptance
-        self.notes: tuple[str, ...] = () if held is None else (f"synthetic acceptance {held:g}",)
+        overrides = "".join(f", {key} = {value}" for key, value in setup.settings.items())
+        self.label = f"offload-rt {offload_rt.__version__}, {name}{overrides}"
+        acceptance = setup.acceptance
+        self.notes: tuple[str, ...] = () if acceptance is None else (f"synthetic acceptance {acceptance:g}",)
         self._config, self._setup, self._text = config, setup, shared_text(setup)
 
     def prepare(self, prompt: Prompt) -> float:
         """Reads the prompt; the time to fill this configuration's own caches is part of the result."""
-        read_ms = self._text.read(prompt)
-        return read_ms + self._text.begin(self._config)
+        prefill_ms = self._text.prefill(prompt)
+        return prefill_ms + self._text.begin(self._config)
 
     def run(self, new_tokens: int) -> Run:
         setup = self._setup
-        done, self._run = self._text.run(self._config, new_tokens, setup.acceptance)
-        tokens = [token for one in done for token in one.tokens]
-        levels = {of[0].name: of for of in zip(*(one.levels for one in done), strict=True)}
-        plain = sum(one.plain_tokens for one in done)
-        told = (
+        results, self._run = self._text.run(self._config, new_tokens, setup.acceptance)
+        tokens = [token for result in results for token in result.tokens]
+        levels = {of[0].name: of for of in zip(*(result.levels for result in results), strict=True)}
+        plain = sum(result.plain_tokens for result in results)
+        note = (
             f"{plain} of {len(tokens)} tokens used plain decoding, because drafting would have taken longer"
         )
-        proposed = {name: sum(one.proposed for one in of) for name, of in levels.items()}
+        proposed = {name: sum(result.proposed for result in of) for name, of in levels.items()}
         return Run(
             tokens,
-            max(one.timings.decode_ms for one in done),
+            max(result.timings.decode_ms for result in results),
             len(tokens),
-            max(one.rounds for one in done),
+            max(result.rounds for result in results),
             {
-                name: sum(one.accepted for one in levels[name]) / count
+                name: sum(result.accepted for result in levels[name]) / count
                 for name, count in proposed.items()
                 if count
             },
-            (*self._text.notices, *([told] if plain else ())),
-            figures(self._run) | self._text.placed,
+            (*self._text.notices, *([note] if plain else ())),
+            figures(self._run) | self._text.placement,
         )
 
     def draw(self, path: str) -> None:
         """Draws some rounds of the last run as PNG."""
-        lies = (f"{count:,} {name.replace('_', ' ')}" for name, count in self._text.placed.items())
+        lies = (f"{count:,} {name.replace('_', ' ')}" for name, count in self._text.placement.items())
         link = f"over a link of {self._setup.link_gb_s:.2f} GB/s" if self._setup.link_gb_s else "over PCIe"
         draw(self._run, f"{self.label} {link}: {', '.join(lies)}", Path(path))
 

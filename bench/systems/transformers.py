@@ -34,9 +34,9 @@ def shared_prompt(folder: str, setup: Setup) -> Text:
 class Generate(Continued):
     """Continues the shared prompt."""
 
-    def __init__(self, how: str, setup: Setup, **given: Any) -> None:
+    def __init__(self, how: str, setup: Setup, **options: Any) -> None:
         text = shared_prompt(setup.model, setup)
-        super().__init__(f"transformers {transformers.__version__}, {how}", setup, text, **given)
+        super().__init__(f"transformers {transformers.__version__}, {how}", setup, text, **options)
 
     def close(self) -> None:
         shared_prompt.cache_clear()
@@ -53,7 +53,7 @@ class Assisted(Generate):
         super().__init__(how, setup, assistant_model=self._draft.model)
 
     def prepare(self, prompt: Prompt) -> float:
-        return super().prepare(prompt) + self._draft.read(prompt)
+        return super().prepare(prompt) + self._draft.prefill(prompt)
 
     def run(self, new_tokens: int) -> Run:
         model, cache = self._draft.model, self._draft.cache

@@ -38,32 +38,34 @@ def generate_batch(
     Raises:
         UsageError: a prompt or its parameters are not valid, or there is no room for all; names the prompt.
     """
-    given = _one_each(params, len(prompts))
+    params_of = _one_each(params, len(prompts))
     engine = llm.engine
-    checked, wanted, sizes = list[list[int]](), list[SamplingParams](), list[tuple[int, int]]()
+    token_lists, checked_params, sizes = list[list[int]](), list[SamplingParams](), list[tuple[int, int]]()
     for at, prompt in enumerate(prompts):
         with _named(at):
-            wanted.append(llm.checked_params(given[at], changes).seeded())
-            checked.append(llm.prompt_ids(prompt))
-            sizes.append((len(checked[at]), wanted[at].max_tokens))
+            checked_params.append(llm.checked_params(params_of[at], changes).seeded())
+            token_lists.append(llm.prompt_ids(prompt))
+            sizes.append((len(token_lists[at]), checked_params[at].max_tokens))
             check_positions(engine.target, *sizes[at])
     with engine.lock, ExitStack() as closing:
-        engine.check_room(sizes, 0 if engine.target.kinds.local else _shared_tokens(checked, engine))
-        opened: dict[int, OutputProcessor] = {}
-        read: list[KVPrefix] = []  # of the prompts that were opened, whose beginnings the others share
+        engine.check_room(sizes, 0 if engine.target.kinds.local else _shared_tokens(token_lists, engine))
+        outputs_by_number: dict[int, OutputProcessor] = {}
+        prefixes: list[KVPrefix] = []  # of the prompts that were opened, whose beginnings the others share
         # The shortest first, so that the rest of its share of a GPU's memory is left to the longer ones.
         for at in sorted(range(len(sizes)), key=lambda at: sum(sizes[at])):
-            left = len(sizes) - len(opened)
+            remaining = len(sizes) - len(outputs_by_number)
             runner = engine.target.for_length(*sizes[at])
-            best = _longest(read, checked[at], runner)
+            best = _longest(prefixes, token_lists[at], runner)
             with _named(at):
-                sequence = engine.open(checked[at], wanted[at].max_tokens, sequences=left, prefix=best)
+                sequence = engine.open(
+                    token_lists[at], checked_params[at].max_tokens, sequences=remaining, prefix=best
+                )
             closing.callback(engine.close_sequence, sequence)
-            if left > 1:
-                read.append(closing.enter_context(engine.snapshot(sequence)))
-            engine.begin(sequence, sequence.plan, llm.continuation(wanted[at], checked[at]))
-            opened[at] = llm.output(sequence, wanted[at], 0)
-        outputs = [opened[at] for at in range(len(sizes))]
+            if remaining > 1:
+                prefixes.append(closing.enter_context(engine.snapshot(sequence)))
+            engine.begin(sequence, sequence.plan, llm.continuation(checked_params[at], token_lists[at]))
+            outputs_by_number[at] = llm.output(sequence, checked_params[at], 0)
+        outputs = [outputs_by_number[at] for at in range(len(sizes))]
         finish(engine, outputs)
         return [output.result() for output in outputs]
 
@@ -76,7 +78,7 @@ def continue_batch(
     changes: Mapping[str, Any],
 ) -> list[GenerationResult]:
     """Continues contexts together; returns a result for each, in their order. See `LLM.generate_from`."""
-    given = _one_each(params, len(contexts))
+    params_of = _one_each(params, len(contexts))
     if prompts is not None and len(prompts) != len(contexts):
         raise UsageError(f"{len(contexts)} contexts but {len(prompts)} prompts: give one for each")
     if len({id(context) for context in contexts}) < len(contexts):
@@ -87,7 +89,7 @@ def continue_batch(
         streams = list[TokenStream]()
         for at, context in enumerate(contexts):
             with _named(at):
-                stream = context.stream(() if prompts is None else prompts[at], given[at], **changes)
+                stream = context.stream(() if prompts is None else prompts[at], params_of[at], **changes)
             streams.append(closing.enter_context(closed_at_end(stream)))
         finish(llm.engine, [stream.output for stream in streams])
     return [stream.result for stream in streams if stream.result is not None]
@@ -95,27 +97,30 @@ def continue_batch(
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     """Returns the parameters of each member of a batch."""
-    given = list(params) if isinstance(params, Sequence) else [params] * count
-    if len(given) != count:
-        raise UsageError(f"{count} prompts but {len(given)} parameters: give one for each")
-    return given
+    params_of = list(params) if isinstance(params, Sequence) else [params] * count
+    if len(params_of) != count:
+        raise UsageError(f"{count} prompts but {len(params_of)} parameters: give one for each")
+    return params_of
 
 
-def _longest(read: Sequence[KVPrefix], tokens: list[int], target: CausalModel) -> KVPrefix | None:
+def _longest(prefixes: Sequence[KVPrefix], tokens: list[int], target: CausalModel) -> KVPrefix | None:
     """Returns the one of several prefixes that has the most of a prompt; None: there is none.
 
     The last tokens are left to the prompt, as their queries choose what is retrieved for drafts, on which
     depends what a seed samples.
     """
-    most = max(0, len(tokens) - LAST_QUERIES)
-    usable = [one if one.tokens == tokens else replace(one, tokens=one.tokens[:most]) for one in read]
-    return max(usable, key=lambda one: one.begins(tokens, target), default=None)
+    limit = max(0, len(tokens) - LAST_QUERIES)
+    usable = [
+        prefix if prefix.tokens == tokens else replace(prefix, tokens=prefix.tokens[:limit])
+        for prefix in prefixes
+    ]
+    return max(usable, key=lambda prefix: prefix.begins(tokens, target), default=None)
 
 
 def _shared_tokens(prompts: Sequence[list[int]], engine: Engine) -> int:
     """Returns for how many tokens of prompts others have the KV, in whole pages."""
     page, ordered = engine.store.layout.page_size, sorted(prompts)  # neighbours begin alike the longest
-    common = (common_beginning(one, other) for one, other in pairwise(ordered))
+    common = (common_beginning(first, second) for first, second in pairwise(ordered))
     return sum(max(0, tokens - 1) // page * page for tokens in common)
 
 

@@ -59,9 +59,9 @@ class Context:
     @classmethod
     def open(cls, llm: Frontend, tokens: Sequence[int], room: int, prefix: KVPrefix | None = None) -> Context:
         """Reads tokens, but for those that `prefix` has; the engine's lock is held. See `LLM.read`."""
-        left = llm.engine.target.max_length(len(tokens)) - len(tokens)
+        most_room = llm.engine.target.max_length(len(tokens)) - len(tokens)
         least = 0 if prefix is not None else 1  # one that is full may be rewound
-        return cls(llm, llm.engine.open(tokens, max(least, min(room, left)), prefix=prefix))
+        return cls(llm, llm.engine.open(tokens, max(least, min(room, most_room)), prefix=prefix))
 
     @classmethod
     def load(
@@ -79,18 +79,18 @@ class Context:
         Raises:
             UsageError: the model or the memory does not fit, or the file is corrupt.
         """
-        engine, wanted = llm.engine, llm.prompt_ids(saved.tokens if tokens is None else tokens)
+        engine, prompt = llm.engine, llm.prompt_ids(saved.tokens if tokens is None else tokens)
         with engine.lock:
-            room = max(0, min(room, engine.target.max_length(len(wanted)) - len(wanted)))
-            engine.check_room([(len(wanted), room)])
-            target = engine.target.for_length(len(wanted), room)
+            room = max(0, min(room, engine.target.max_length(len(prompt)) - len(prompt)))
+            engine.check_room([(len(prompt), room)])
+            target = engine.target.for_length(len(prompt), room)
             saved.check(llm.fingerprint(target))
-            there = common_beginning(saved.tokens, wanted)
-            with saved.load(engine, target, there, engine.on_progress) as prefix:
-                context = cls.open(llm, wanted, room, prefix)
+            common = common_beginning(saved.tokens, prompt)
+            with saved.load(engine, target, common, engine.on_progress) as prefix:
+                context = cls.open(llm, prompt, room, prefix)
         context.messages = saved.messages if tokens is None else None
         context.date = saved.date or context.date
-        return context, there
+        return context, common
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -100,10 +100,10 @@ class Context:
     def tokens(self) -> list[int]:
         """Token IDs that were read, and those that were generated."""
         with self._engine.lock:
-            made = self._stream
-            if made is None:
+            stream = self._stream
+            if stream is None:
                 return list(self._sequence.tokens)
-            return [*self._sequence.tokens[: self._sequence.start], *made.tokens]
+            return [*self._sequence.tokens[: self._sequence.start], *stream.tokens]
 
     @property
     def placement(self) -> dict[str, int]:
@@ -120,7 +120,7 @@ class Context:
         with self._engine.lock:
             self._turn_to_use()
             self._engine.check_growth(self._sequence, len(tokens))
-            self._engine.read(self._sequence, tokens)
+            self._engine.prefill(self._sequence, tokens)
 
     def update(self, prompt: Prompt) -> int:
         """Makes the context hold exactly `prompt`; reads only what follows their longest common beginning.
@@ -133,24 +133,24 @@ class Context:
         Raises:
             UsageError: the prompt does not fit, or the context is closed.
         """
-        wanted = self.llm.prompt_ids(prompt, date=self.date)
+        tokens = self.llm.prompt_ids(prompt, date=self.date)
         with self._engine.lock:
             self._turn_to_use()
-            kept = self._update(wanted, 0)
+            common = self._update(tokens, 0)
             self.messages = checked_messages(prompt) if is_messages(prompt) else None
-            return kept
+            return common
 
-    def _update(self, wanted: list[int], new_tokens: int) -> int:
+    def _update(self, tokens: list[int], new_tokens: int) -> int:
         """Does what `update` does, where there is room for `new_tokens` more."""
         engine, sequence = self._engine, self._sequence
-        check_positions(engine.target, len(wanted), new_tokens)
-        kept = common_beginning(sequence.tokens, wanted)
-        engine.check_growth(sequence, len(wanted) + new_tokens - kept, kept)
-        engine.rewind(sequence, kept)
-        held = min(kept, sequence.full.verified_length + 1)
-        if kept < len(wanted):
-            engine.read(sequence, wanted[kept:])
-        return held
+        check_positions(engine.target, len(tokens), new_tokens)
+        common = common_beginning(sequence.tokens, tokens)
+        engine.check_growth(sequence, len(tokens) + new_tokens - common, common)
+        engine.rewind(sequence, common)
+        cached = min(common, sequence.full.verified_length + 1)
+        if common < len(tokens):
+            engine.prefill(sequence, tokens[common:])
+        return cached
 
     def generate(
         self,
@@ -191,7 +191,7 @@ class Context:
             sequence, start = self._sequence, len(self._sequence.tokens)
             plan = sequence.plan if settings is None else sequence.plan.adapted(settings)
             if tokens:  # read last: a config that is refused leaves the context as it was
-                self._engine.read(sequence, tokens)
+                self._engine.prefill(sequence, tokens)
             return self._begin(start, params, plan)
 
     def _begin(
@@ -258,18 +258,18 @@ class Context:
         if self.messages is None:
             remedy = 'read messages, llm.read([{"role": "user", "content": text}])'
             raise UsageError(f"this context was read from a text and cannot be asked: {remedy}")
-        asked = with_question(self.messages, question)
+        messages = with_question(self.messages, question)
         template = self.llm.chat_template.dated(self.date)
         thinking = template.thoughts(thinking, params.json_schema)
-        wanted = self.llm.prompt_ids(template.encode(asked, thinking=thinking))
+        tokens = self.llm.prompt_ids(template.encode(messages, thinking=thinking))
         with self._engine.lock:
             self._turn_to_use()
-            kept = self._update(wanted, params.max_tokens)
-            return self._begin(kept, params, self._sequence.plan, partial(self._answered, asked))
+            cached = self._update(tokens, params.max_tokens)
+            return self._begin(cached, params, self._sequence.plan, partial(self._answered, messages))
 
-    def _answered(self, asked: list[Message], result: GenerationResult) -> None:
+    def _answered(self, messages: list[Message], result: GenerationResult) -> None:
         if result.tokens and result.finish_reason != "error":
-            self.messages = [*asked, {"role": "assistant", "content": result.answer}]
+            self.messages = [*messages, {"role": "assistant", "content": result.answer}]
 
     def fork(self, room: int = ROOM) -> Context:
         """Returns a second context of these tokens, at once: each goes on by itself.
@@ -319,9 +319,9 @@ class Context:
         length = integer("length", length)
         with self._engine.lock:
             self._turn_to_use()
-            there = len(self._sequence.tokens)
-            if not 1 <= length <= there:
-                raise UsageError(f"rewind to {length}: the context has {there} tokens; give 1 to {there}")
+            count = len(self._sequence.tokens)
+            if not 1 <= length <= count:
+                raise UsageError(f"rewind to {length}: the context has {count} tokens; give 1 to {count}")
             self._sequence.check_length(length)
             self._engine.rewind(self._sequence, length)
 

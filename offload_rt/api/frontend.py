@@ -124,14 +124,14 @@ class Frontend:
         if self.tokenizer is None:
             name = self.engine.target.name
             raise UsageError(f"model {name} has no tokenizer: its tokens have no text")
-        return decode(self.tokenizer, self._known(token_ids(tokens), "token"), special=special)
+        return decode(self.tokenizer, self._in_vocabulary(token_ids(tokens), "token"), special=special)
 
-    def _known(self, tokens: list[int], what: str) -> list[int]:
-        """Returns token IDs that are in the vocabulary. Raises UsageError, which begins with `what`."""
+    def _in_vocabulary(self, tokens: list[int], noun: str) -> list[int]:
+        """Returns token IDs that are in the vocabulary. Raises UsageError, which begins with `noun`."""
         vocabulary = self.engine.target.vocabulary
         outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
         if outside is not None:
-            raise UsageError(f"{what} {outside} is outside the vocabulary of {vocabulary}")
+            raise UsageError(f"{noun} {outside} is outside the vocabulary of {vocabulary}")
         return tokens
 
     # What contexts, batches, sessions and the server use.
@@ -153,7 +153,7 @@ class Frontend:
             tokens = self.encode(prompt, special=not behind) if isinstance(prompt, str) else token_ids(prompt)
         if not tokens or (isinstance(prompt, str) and not prompt):
             raise UsageError("the prompt is empty: give it at least one token")
-        return self._known(tokens, "prompt token")
+        return self._in_vocabulary(tokens, "prompt token")
 
     def checked_params(self, params: SamplingParams, changes: Mapping[str, Any] = {}) -> SamplingParams:
         """Returns `params` with other values of some fields, checked for this model."""
@@ -202,9 +202,9 @@ class Frontend:
             if overrides:
                 raise UsageError(f"overrides {', '.join(overrides)}: name the config that they are for")
             return None
-        given = load_config(config, overrides)
-        check_files([given], self.tokenizer, self.engine.target.vocabulary)
-        return self.engine.available(given)
+        composition = load_config(config, overrides)
+        check_files([composition], self.tokenizer, self.engine.target.vocabulary)
+        return self.engine.available(composition)
 
     def fingerprint(self, target: CausalModel) -> Fingerprint:
         """Returns what a model must have in common with a runner of this one to go on from its KV."""

@@ -274,14 +274,14 @@ class LLM(Frontend):
 
     def _close_dropped(self) -> None:
         """Closes the sequences of streams that nobody holds any more."""
-        held = []
-        for one, sequence in self._streams:
-            stream = one()
+        open_streams = []
+        for reference, sequence in self._streams:
+            stream = reference()
             if stream is None:
                 self.engine.close_sequence(sequence)
             elif stream.result is None:
-                held.append((one, sequence))
-        self._streams = held
+                open_streams.append((reference, sequence))
+        self._streams = open_streams
 
     def close(self) -> None:
         """Gives memory back and leaves models as they were given. Idempotent."""

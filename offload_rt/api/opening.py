@@ -57,9 +57,9 @@ class Opened:
         check_files(self.configs, self.tokenizer, vocabulary)
         with ExitStack() as refused:
             models = []
-            for given in (self.target, self.draft) if self.draft is not None else (self.target,):
-                refuse_dependent_rows(*given)
-                models.append(GraphedModel(*given, on_notice))
+            for model_and_name in (self.target, self.draft) if self.draft is not None else (self.target,):
+                refuse_dependent_rows(*model_and_name)
+                models.append(GraphedModel(*model_and_name, on_notice))
                 refused.callback(models[-1].restore)
             small = models[1] if self.draft is not None else None
             engine = Engine(models[0], small, self.configs, link, on_progress, on_notice, self.other_links)
@@ -87,9 +87,9 @@ def open_models(
     """
     rope = Yarn.parse(rope) if isinstance(rope, str) else rope
     configs = load_configs(config, overrides)  # what is cheap to check comes first
-    place, *others = devices = choose_devices(device)
+    place, *other_devices = devices = choose_devices(device)
     source, name = model_source(model), model_name(model)
-    wanted = choose_dtype(dtype, place, model_config(source).dtype)
+    torch_dtype = choose_dtype(dtype, place, model_config(source).dtype)
     if draft is None and (model is None or str(model) == DEMO):
         draft = DEMO_DRAFT
     if str(draft) == NO_DRAFT or not needs_draft_model(configs):
@@ -100,32 +100,34 @@ def open_models(
     if small_source is not None:
         check_same_tokens(tokenizer, name, load_tokenizer(small_source), str(draft))
     quantization = installed_quantization(model_config(source, rope), name, quantize)
-    planned, notices = None, [quantization.notice] if quantization and quantization.notice else []
-    if size_hint is not None or others or str(draft) == AUTO:
-        shape = find_shape(name, None if wanted is None else ElementType.of(wanted), rope, quantize)
+    plan, notices = None, [quantization.notice] if quantization and quantization.notice else []
+    if size_hint is not None or other_devices or str(draft) == AUTO:
+        shape = find_shape(name, None if torch_dtype is None else ElementType.of(torch_dtype), rope, quantize)
         planning = partial(_plan, shape, configs, devices, size_hint, on_progress)
         if str(draft) == AUTO:
-            chosen, planned, told = choose_draft(local_drafts(shape, source, tokenizer), planning)
-            draft, small_source = (chosen.name, chosen.folder) if chosen is not None else (None, None)
-            notices.append(told)
+            local_draft, plan, note = choose_draft(local_drafts(shape, source, tokenizer), planning)
+            draft, small_source = (
+                (local_draft.name, local_draft.folder) if local_draft is not None else (None, None)
+            )
+            notices.append(note)
         else:
-            planned = planning(None if draft is None else find_shape(str(draft), None))
+            plan = planning(None if draft is None else find_shape(str(draft), None))
         if size_hint is not None and on_plan is not None:
             checked_config(source, rope, quantize)  # first, as files that `load_model` refuses will not run
-            on_plan(planned)
-    mlps = planned.memory.remote_mlps if planned is not None else 0
-    remote_mlps = (others[0], mlps) if mlps else None
+            on_plan(plan)
+    mlps = plan.memory.remote_mlps if plan is not None else 0
+    remote_mlps = (other_devices[0], mlps) if mlps else None
     target = load_model(
-        source, place, wanted, on_progress, remote_mlps=remote_mlps, rope=rope, quantize=quantize
+        source, place, torch_dtype, on_progress, remote_mlps=remote_mlps, rope=rope, quantize=quantize
     )
     small = None
     if small_source is not None:
         small = load_model(small_source, place, target.dtype, on_progress, "load draft"), str(draft)
     if place.type == "cuda" and device in DEVICES and torch.cuda.device_count() > 1:
         notices.append("another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too")
-    links = [CudaLink(other) for other in others]
-    known = None if size_hint is None else planned
-    return Opened((target, name), small, tokenizer, configs, links, known, tuple(notices))
+    links = [CudaLink(device) for device in other_devices]
+    plan_of_hint = None if size_hint is None else plan
+    return Opened((target, name), small, tokenizer, configs, links, plan_of_hint, tuple(notices))
 
 
 def _plan(
@@ -141,8 +143,10 @@ def _plan(
     Raises:
         UsageError: `size_hint` does not fit.
     """
-    place, *others = devices
-    hardware = usable_hardware(place, on_progress=on_progress, other_gpus=[(one, 0) for one in others])
+    place, *other_devices = devices
+    hardware = usable_hardware(
+        place, on_progress=on_progress, other_gpus=[(other, 0) for other in other_devices]
+    )
 
     def planned_for(sizes: Sizes) -> Plan:
         return ranked(requests_for(configs, target, draft, sizes, hardware))[0]

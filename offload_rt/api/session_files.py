@@ -37,7 +37,7 @@ class Entry:
         tokens: how many it has; None: the file is corrupt.
         model: name of the model that read them.
         nbytes: size of the file.
-        used: when it was used last, in seconds since 1970.
+        last_used: when it was used last, in seconds since 1970.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Entry:
     tokens: int | None
     model: str
     nbytes: int
-    used: float
+    last_used: float
 
     @property
     def cached(self) -> bool:
@@ -94,11 +94,13 @@ class SessionFiles:
         Returns:
             False: the limit is below its size, and nothing was removed.
         """
-        cached = sorted((one for one in self.entries() if one.cached), key=lambda one: one.used)
+        cached = sorted(
+            (entry for entry in self.entries() if entry.cached), key=lambda entry: entry.last_used
+        )
         used, limit = sum(entry.nbytes for entry in cached), self._limit
         if limit is None:
-            there = next(one for one in (self.folder, *self.folder.parents) if one.exists())
-            limit = int(SHARE * (shutil.disk_usage(there).free + used))
+            existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+            limit = int(SHARE * (shutil.disk_usage(existing).free + used))
         if size > limit:
             return False
         for entry in cached:
@@ -110,7 +112,7 @@ class SessionFiles:
 
     def entries(self) -> list[Entry]:
         """Returns what is in the folder, the most recently used first."""
-        found = []
+        entries = []
         for path in self._files():
             with suppress(*GONE):
                 facts, name = path.stat(), path.name.removesuffix(SUFFIX)
@@ -119,8 +121,8 @@ class SessionFiles:
                         about: tuple[int | None, str] = len(saved.tokens), saved.model
                 except CorruptContext:
                     about = None, "corrupt"
-                found.append(Entry(name, path, *about, facts.st_size, facts.st_mtime))
-        return sorted(found, key=lambda entry: -entry.used)
+                entries.append(Entry(name, path, *about, facts.st_size, facts.st_mtime))
+        return sorted(entries, key=lambda entry: -entry.last_used)
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob(f"*{SUFFIX}"))
@@ -136,12 +138,12 @@ class SessionFiles:
             path.unlink()
         except OSError as error:
             raise UsageError(
-                f"session {name}: cannot be removed ({error.strerror}); {self.known()}"
+                f"session {name}: cannot be removed ({error.strerror}); {self.listing()}"
             ) from None
 
-    def known(self) -> str:
+    def listing(self) -> str:
         """Returns the end of a sentence that names the sessions of the folder."""
-        return f"there are: {', '.join(one.name for one in self.entries() if not one.cached) or 'none'}"
+        return f"there are: {', '.join(entry.name for entry in self.entries() if not entry.cached) or 'none'}"
 
     def clear(self) -> int:
         """Removes all cached prefixes; returns the number of those that were there and could be removed."""

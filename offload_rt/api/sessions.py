@@ -58,17 +58,19 @@ class SessionFolder(SessionFiles):
         Returns:
             The file, and the number of tokens; None: no file begins with the first of them.
         """
-        found = self._beginnings(_fingerprint(llm, tokens), tokens)
-        return found[0] if found else None
+        beginnings = self._beginnings(_fingerprint(llm, tokens), tokens)
+        return beginnings[0] if beginnings else None
 
     def _beginnings(self, ours: Fingerprint, tokens: Sequence[int]) -> list[tuple[Path, int]]:
         """Returns files with the length of their common beginning with `tokens`, the longest first."""
-        tokens, found = list(tokens), list[tuple[Path, int]]()
+        tokens, beginnings = list(tokens), list[tuple[Path, int]]()
         for path in self._files():
             with suppress(*GONE), SavedContext(path) as saved:
                 if ours.difference(saved.fingerprint) is None:
-                    found.append((path, saved.begins(tokens)))
-        return sorted((one for one in found if one[1]), key=lambda one: -one[1])
+                    beginnings.append((path, saved.begins(tokens)))
+        return sorted(
+            (beginning for beginning in beginnings if beginning[1]), key=lambda beginning: -beginning[1]
+        )
 
     def read(self, llm: Frontend, path: Path, target: CausalModel, tokens: int) -> KVPrefix | None:
         """Loads the first tokens of a file that `longest` found.
@@ -105,8 +107,10 @@ class SessionFolder(SessionFiles):
                 saved.check(ours)
                 files = [(own, saved.begins(tokens))]
         if cache:
-            least = max(LEAST_TOKENS, *(there + 1 for _, there in files), 0)
-            files = [one for one in self._beginnings(ours, tokens) if one[1] >= least] + files
+            least = max(LEAST_TOKENS, *(common + 1 for _, common in files), 0)
+            files = [
+                beginning for beginning in self._beginnings(ours, tokens) if beginning[1] >= least
+            ] + files
         for path, _ in files:
             try:
                 with llm.engine.lock, SavedContext(path) as saved:

@@ -54,7 +54,7 @@ class Cache(Protocol):
             `[heads, count, head_dim]`.
         """
 
-    def commit(self, kept: Sequence[int]) -> None:
+    def commit(self, indices: Sequence[int]) -> None:
         """Keeps these tokens of the pass, in this order, and forgets the others."""
 
     def keep(self, entries: Sequence[int]) -> None:

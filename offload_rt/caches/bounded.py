@@ -70,7 +70,7 @@ class BufferAttention:
     def __post_init__(self) -> None:
         # Views of all layers at once, keys and values in turn: a few operators a pass instead of a layer.
         pages = self.buffer.memory[:, :, None]
-        self._seen = pages[..., self.visible, :].flatten(0, 1).unbind()
+        self._visible_kv = pages[..., self.visible, :].flatten(0, 1).unbind()
         self._written = None
         if isinstance(self.slots, slice):
             self._written = self.buffer.memory[..., self.slots, :].flatten(0, 1).unbind()
@@ -129,7 +129,7 @@ class BufferAttention:
                 self._written[side].copy_(new)
             else:
                 self.buffer.memory[layer, side - 2 * layer, :, self.slots] = new
-        return PlainPages(*self._seen[2 * layer : 2 * layer + 2]), self._folded
+        return PlainPages(*self._visible_kv[2 * layer : 2 * layer + 2]), self._folded
 
 
 def fixed_shape_attention(
@@ -200,7 +200,7 @@ class BoundedCache(DerivedCache):
         self._pool = pool or BufferPool()
         self._mean_slots = mean_slots
         self._quantized_size = quantized
-        self._new: NewTokens | None = None
+        self._new_tokens: NewTokens | None = None
         self._attention: BufferAttention | None = None
         self.buffer = self._take_buffer()
 
@@ -232,7 +232,7 @@ class BoundedCache(DerivedCache):
 
     def begin(self, new: NewTokens) -> None:
         self.local.begin(new, len(self.speculative))
-        self._new = new
+        self._new_tokens = new
         self._attention = None
         self.buffer = self.buffer.with_capacity(self.end + new.count)
 
@@ -249,24 +249,24 @@ class BoundedCache(DerivedCache):
     @property
     def attention(self) -> BufferAttention:
         """The attention of the pass that was begun."""
-        if self._new is None:
+        if self._new_tokens is None:
             raise RuntimeError("attend without a pass: call begin first")
         if self._attention is None:
             counts = self.entries, len(self.speculative), self._means, self.unretrieved, self.quantized
-            self._attention = BufferAttention.behind(self.buffer, self.backend, self._new, *counts)
+            self._attention = BufferAttention.behind(self.buffer, self.backend, self._new_tokens, *counts)
         return self._attention
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         return self.attention.attend(layer, queries, keys, values, softmax)
 
-    def commit(self, kept: Sequence[int]) -> None:
-        if self._new is None:
+    def commit(self, indices: Sequence[int]) -> None:
+        if self._new_tokens is None:
             raise RuntimeError("commit without a pass")
-        new, self._new = self._new, None
-        self.local.commit(kept)
+        new, self._new_tokens = self._new_tokens, None
+        self.local.commit(indices)
         end = self.end
-        self._move([end + index for index in kept], end)
-        new.commit_to(self.speculative, kept)
+        self._move([end + index for index in indices], end)
+        new.commit_to(self.speculative, indices)
 
     def keep(self, entries: Sequence[int]) -> None:
         self.local.keep(entries)
@@ -293,9 +293,9 @@ class BoundedCache(DerivedCache):
 
         Speculation below the last of them is still right and stays.
         """
-        kept = self._keep_descendants(verified.tokens)
+        entries = self._keep_descendants(verified.tokens)
         self.append_verified(verified.kv)
-        self._put_behind(kept)
+        self._put_behind(entries)
 
     def _keep_descendants(self, tokens: Sequence[int]) -> Tensor:
         """Forgets all speculative entries but those that descend from `tokens`, which are verified now.
@@ -303,8 +303,8 @@ class BoundedCache(DerivedCache):
         Returns a copy of their KV, for `_put_behind`.
         """
         path = self.speculative.match(tokens)
-        kept = self.speculative.below(path[-1]) if path and len(path) == len(tokens) else []
-        self.keep(kept)
+        entries = self.speculative.below(path[-1]) if path and len(path) == len(tokens) else []
+        self.keep(entries)
         return self.kv[:, :, :, self.entries : self.end].clone()
 
     def _put_behind(self, kv: Tensor) -> None:

@@ -45,14 +45,14 @@ class KVBuffer:
         mean_slots: slots for means of pages, which are filled backwards from the first entry.
         means: number of means present.
         quantized: memory for quantised entries; None: there are none.
-        held: chunks that are held; None: no chunk was chosen yet.
+        chunks: the chunk in each slot; None: no chunk was chosen yet.
     """
 
     memory: Tensor
     mean_slots: int = 0
     means: int = 0
     quantized: QuantizedKV | None = None
-    held: HeldChunks | None = None
+    chunks: HeldChunks | None = None
 
     @property
     def kv(self) -> Tensor:
@@ -77,7 +77,7 @@ class KVBuffer:
     def clear(self) -> None:
         """Zeroes the memory: slots behind the entries are multiplied by zero and so must be finite."""
         self.memory.zero_()
-        self.means, self.held = 0, None
+        self.means, self.chunks = 0, None
         if self.quantized is not None:
             self.quantized.clear()
 
@@ -117,7 +117,7 @@ class KVBuffer:
 class BufferPool:
     """Buffers returned by closed sequences, for the next ones: graphs recorded over them stay valid."""
 
-    _free: list[KVBuffer] = field(default_factory=list)
+    _free_buffers: list[KVBuffer] = field(default_factory=list)
 
     def take(
         self,
@@ -130,28 +130,28 @@ class BufferPool:
         """Returns a buffer of zeros."""
         shape = (layout.layers, 2, layout.kv_heads, mean_slots + capacity, layout.head_dim)
         kind = quantized and quantized.shapes(layout)
-        wanted = (mean_slots, shape, layout.dtype, device, kind)
-        found = next((one for one in self._free if one.kind == wanted), None)
-        if found is None:
+        key = (mean_slots, shape, layout.dtype, device, kind)
+        buffer = next((free_buffer for free_buffer in self._free_buffers if free_buffer.kind == key), None)
+        if buffer is None:
             self.drop_free()  # there may not be enough memory for both sizes
             with torch.inference_mode(False):  # otherwise it would be writable in that mode alone
                 memory = torch.empty(shape, dtype=layout.dtype, device=device)
                 packed = quantized and QuantizedKV.empty(layout, *quantized, device)
-            found = KVBuffer(memory, mean_slots, quantized=packed)
+            buffer = KVBuffer(memory, mean_slots, quantized=packed)
         else:
-            self._free.remove(found)
-        found.clear()  # which also touches its pages now, not in a decode step
-        return found
+            self._free_buffers.remove(buffer)
+        buffer.clear()  # which also touches its pages now, not in a decode step
+        return buffer
 
     @property
     def free_bytes(self) -> int:
         """Bytes of the buffers that no sequence uses."""
-        return sum(one.nbytes for one in self._free)
+        return sum(buffer.nbytes for buffer in self._free_buffers)
 
     def give_back(self, buffer: KVBuffer) -> None:
         """Returns a buffer. Enqueued work may use it only in stream order before its next use."""
-        self._free.append(buffer)
+        self._free_buffers.append(buffer)
 
     def drop_free(self) -> None:
         """Frees the buffers that no sequence uses."""
-        self._free.clear()
+        self._free_buffers.clear()

@@ -54,8 +54,8 @@ class LocalState:
     """The local layers of one sequence in one cache.
 
     A pass is `begin`, `attend` and `mix` for its layers, then `commit`; tokens are counted as in the cache:
-    its speculative entries, then the tokens of the pass. Between `start_read` and `finish_read` the same
-    calls read verified tokens, layer by layer, in chunks of any size.
+    its speculative entries, then the tokens of the pass. Between `start_prefill` and `finish_prefill`
+    the same calls take verified tokens, layer by layer, in chunks of any size.
 
     Args:
         source: the local layers of the full cache of the same model, whose verified tokens are also this
@@ -72,7 +72,7 @@ class LocalState:
         self._backend = backend
         self._source = source
         self._own = layers.start()
-        self._reading: tuple[dict[int, Window], dict[int, RecurrentState]] | None = None
+        self._prefilled: tuple[dict[int, Window], dict[int, RecurrentState]] | None = None
         kinds = layers.kinds
         self._carrier = layers.carrier() if kinds.recurrent else None
         # Of speculative tokens and those of the pass: KV of windows, inputs of recurrent layers, by layer.
@@ -84,7 +84,7 @@ class LocalState:
         # States after speculative entries without a child, by entry, and the history that they follow.
         self._states: dict[int, dict[int, RecurrentState]] = {}
         self._followed = self._own
-        self._new: NewTokens | None = None
+        self._new_tokens: NewTokens | None = None
         self._runs: list[_Run] = []
         self._ends: list[dict[int, RecurrentState]] = []
         self._masks: dict[tuple[int, ...], Tensor | None] = {}
@@ -102,36 +102,36 @@ class LocalState:
     def restart(self, history: LocalHistory | None = None) -> None:
         """Returns to a history of the sequence, of no token by default, and forgets everything behind it."""
         self._own = self.layers.start() if history is None else history
-        self._reading = None
+        self._prefilled = None
         self._forget()
 
-    def start_read(self) -> None:
-        """Starts to read verified tokens; `finish_read` keeps them, and `give_up_read` does not."""
+    def start_prefill(self) -> None:
+        """Starts a prefill of verified tokens; `finish_prefill` keeps them, `give_up_prefill` does not."""
         if self.layers.kinds.local:
-            self._reading = dict(self._own.windows), {}
+            self._prefilled = dict(self._own.windows), {}
 
-    def finish_read(self, tokens: int) -> None:
-        """Keeps what was read, so many tokens."""
-        if self._reading is not None:
-            windows, states = self._reading
+    def finish_prefill(self, tokens: int) -> None:
+        """Keeps the tokens of the prefill, `tokens` in number."""
+        if self._prefilled is not None:
+            windows, states = self._prefilled
             length = self._own.length + tokens
             self.restart(LocalHistory(length, windows, {**self._own.states, **states}))
 
-    def give_up_read(self) -> None:
-        """Forgets what was read."""
-        self._reading = None
+    def give_up_prefill(self) -> None:
+        """Forgets the tokens of the prefill."""
+        self._prefilled = None
 
     def begin(self, new: NewTokens, behind: int) -> None:
         """Starts a pass over new tokens behind `behind` speculative entries."""
         if not self.layers.kinds.local:
             return
-        self._reading = None
+        self._prefilled = None
         if behind < len(self._parents):  # the cache has forgotten its speculation
             self.keep(range(behind))
         if self._followed is not self.history:
             self._states.clear()  # they follow what was drafted; now the true states are known
             self._followed = self.history
-        self._new = new
+        self._new_tokens = new
         self._masks.clear()
         if self.layers.kinds.recurrent:
             self._runs = _runs(new.parents, behind)
@@ -139,10 +139,10 @@ class LocalState:
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Computes attention over a sliding window; shapes as in `Cache.attend`, `layer` of the model."""
-        if self._reading is not None:
+        if self._prefilled is not None:
             return self._read_window(layer, queries, keys, values, softmax)
         self.before_layer()
-        new, window = self._new, self.layers.kinds.kinds[layer].window
+        new, window = self._new_tokens, self.layers.kinds.kinds[layer].window
         assert new is not None and window is not None
         kv = torch.stack([keys, values])
         if self._parents:
@@ -167,15 +167,15 @@ class LocalState:
         return self._masks[window, past]
 
     def _past_mask(self, window: int, past: int, like: Tensor) -> Tensor | None:
-        assert self._new is not None
-        depths = self._new.depths
+        assert self._new_tokens is not None
+        depths = self._new_tokens.depths
         if past + max(depths) <= window:
             return None
         first = to_device([past + depth - window for depth in depths], self.layers.device)
         return _from_column(first, past, like)
 
     def _own_mask(self, window: int, like: Tensor) -> Tensor | None:
-        new, behind = self._new, len(self._parents)
+        new, behind = self._new_tokens, len(self._parents)
         assert new is not None
         depths = [*self._depths, *new.depths]
         if max(depths) <= window and new.sees_all(behind):
@@ -195,8 +195,8 @@ class LocalState:
         softmax: Softmax,
     ) -> Tensor:
         """Attends a chunk of verified tokens to their windows, in blocks of queries."""
-        assert self._reading is not None
-        windows, _ = self._reading
+        assert self._prefilled is not None
+        windows, _ = self._prefilled
         before, window = windows[layer].kv, self.layers.kinds.kinds[layer].window
         assert window is not None
         past, count = before.shape[2], queries.shape[1]
@@ -216,16 +216,16 @@ class LocalState:
             if first < whole:
                 oldest = torch.arange(rows, device=self.layers.device) + (at - window + 1 - first)
                 mask = _from_column(oldest, whole - first, queries)
-                seen = PlainPages.one(*every[:, :, first:whole])
-                total.attend(seen, folded_mask(self._backend, mask, part, len(keys)))
+                window_pages = PlainPages.one(*every[:, :, first:whole])
+                total.attend(window_pages, folded_mask(self._backend, mask, part, len(keys)))
             outs.append(total.result(softmax.sinks))
         return torch.cat(outs, dim=1)
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """Runs a recurrent layer over the new tokens, `[1, tokens, hidden_size]`."""
         self._mixers[layer] = mixer
-        if self._reading is not None:
-            _, states = self._reading
+        if self._prefilled is not None:
+            _, states = self._prefilled
             start = states[layer] if layer in states else self._after(layer, -1)
             out, states[layer] = self._run(layer, start, hidden)
             return out
@@ -257,8 +257,8 @@ class LocalState:
         if token >= behind:
             ended = next(at for at, run in enumerate(self._runs) if run.tokens[-1] == token - behind)
             return self._ends[ended][layer]
-        if (known := self._states.get(token, {}).get(layer)) is not None:
-            return known
+        if (state := self._states.get(token, {}).get(layer)) is not None:
+            return state
         path = []
         while token >= 0:
             path.append(token)
@@ -268,16 +268,16 @@ class LocalState:
             self._rows[layer][to_device(path[::-1], self.layers.device)] if path else None
         )
 
-    def commit(self, kept: Sequence[int]) -> None:
+    def commit(self, indices: Sequence[int]) -> None:
         """Makes these tokens of the pass speculative, in this order, and forgets the others."""
-        new, self._new = self._new, None
+        new, self._new_tokens = self._new_tokens, None
         if new is None:
             return
         behind = len(self._parents)
-        slots = [*range(behind), *(behind + index for index in kept)]
-        self._rows, self._pending = self._taken(self._pending, slots), {}
-        place = {behind + index: behind + at for at, index in enumerate(kept)}
-        for index in kept:
+        slots = [*range(behind), *(behind + index for index in indices)]
+        self._rows, self._pending = self._rows_of(self._pending, slots), {}
+        place = {behind + index: behind + at for at, index in enumerate(indices)}
+        for index in indices:
             parent = new.parents[index]
             self._add(place.get(parent, parent))
         for run, states in zip(self._runs, self._ends, strict=True):
@@ -286,32 +286,36 @@ class LocalState:
         self._runs, self._ends = [], []
         # Of a chain one state is kept, and of a tree one a branch: others can be computed again.
         inner = set(self._parents)
-        self._states = {entry: one for entry, one in self._states.items() if entry not in inner}
+        self._states = {
+            entry: entry_states for entry, entry_states in self._states.items() if entry not in inner
+        }
 
     def _add(self, parent: int) -> None:
         self._parents.append(parent)
         self._depths.append(1 + (self._depths[parent] if parent >= 0 else 0))
 
-    def _taken(self, rows: Mapping[int, Tensor], slots: Sequence[int]) -> dict[int, Tensor]:
+    def _rows_of(self, rows: Mapping[int, Tensor], slots: Sequence[int]) -> dict[int, Tensor]:
         """Returns these slots of the rows of every layer."""
         windowed = self.layers.kinds.windowed
         if slots == list(range(len(slots))):
             return {
-                layer: one[:, :, : len(slots)] if layer in windowed else one[: len(slots)]
-                for layer, one in rows.items()
+                layer: tensor[:, :, : len(slots)] if layer in windowed else tensor[: len(slots)]
+                for layer, tensor in rows.items()
             }
         at = to_device(slots, self.layers.device)
-        return {layer: one.index_select(2 if layer in windowed else 0, at) for layer, one in rows.items()}
+        return {
+            layer: tensor.index_select(2 if layer in windowed else 0, at) for layer, tensor in rows.items()
+        }
 
     def keep(self, entries: Sequence[int]) -> None:
         """Keeps these speculative entries, in this order, and forgets the others."""
         entries = list(entries)
         if not self.layers.kinds.local or entries == list(range(len(self._parents))):
             return
-        self._rows = self._taken(self._rows, entries)
+        self._rows = self._rows_of(self._rows, entries)
         place = {-1: -1} | {entry: at for at, entry in enumerate(entries)}
         parents = [place.get(self._parents[entry], -1) for entry in entries]
-        self._states = {place[entry]: one for entry, one in self._states.items() if entry in place}
+        self._states = {place[entry]: states for entry, states in self._states.items() if entry in place}
         self._parents, self._depths = [], []
         for parent in parents:
             self._add(parent)
@@ -323,7 +327,7 @@ class LocalState:
         count = len(self._parents)
         kinds, history = self.layers.kinds, self._own
         windows = {
-            layer: one.append(self._rows[layer][:, :, :count]) for layer, one in history.windows.items()
+            layer: window.append(self._rows[layer][:, :, :count]) for layer, window in history.windows.items()
         }
         if self._followed is not self._own:
             self._states.clear()
@@ -333,10 +337,12 @@ class LocalState:
         self.compute_states(MOST_ROWS)
 
     @torch.inference_mode()
-    def compute_states(self, most: int = 0) -> None:
-        """Computes the verified states that lie more than `most` tokens back."""
+    def compute_states(self, tokens: int = 0) -> None:
+        """Computes the verified states that lie more than `tokens` tokens back."""
         states = dict(self._own.states)
-        late = [layer for layer, one in states.items() if one.rows is not None and len(one.rows) > most]
+        late = [
+            layer for layer, state in states.items() if state.rows is not None and len(state.rows) > tokens
+        ]
         for layer in late:
             start = states[layer]
             assert start.rows is not None
@@ -349,7 +355,7 @@ class LocalState:
         """Forgets all speculation."""
         self._rows, self._pending, self._states = {}, {}, {}
         self._parents, self._depths = [], []
-        self._new, self._runs, self._ends = None, [], []
+        self._new_tokens, self._runs, self._ends = None, [], []
         self._followed = self.history
 
 

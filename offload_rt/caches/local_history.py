@@ -59,13 +59,13 @@ class Window:
     """Keys and values of the newest tokens of a layer.
 
     Attributes:
-        most: number of tokens that are kept at most.
+        limit: number of tokens that are kept at most.
     """
 
     memory: _WindowMemory
     start: int
     end: int
-    most: int
+    limit: int
 
     @classmethod
     def empty(
@@ -77,7 +77,7 @@ class Window:
 
     def holding(self, kv: Tensor) -> Window:
         """Returns a window of the same layer that holds these tokens, `[2, kv_heads, tokens, head_dim]`."""
-        return Window(_WindowMemory(kv, kv.shape[2]), 0, kv.shape[2], self.most)
+        return Window(_WindowMemory(kv, kv.shape[2]), 0, kv.shape[2], self.limit)
 
     @property
     def kv(self) -> Tensor:
@@ -86,19 +86,19 @@ class Window:
 
     def append(self, kv: Tensor) -> Window:
         """Returns the window after further tokens, `[2, kv_heads, n, head_dim]`; this one stays valid."""
-        kv = kv[:, :, max(0, kv.shape[2] - self.most) :]
+        kv = kv[:, :, max(0, kv.shape[2] - self.limit) :]
         end, memory = self.end + kv.shape[2], self.memory
-        start = max(self.start, end - self.most)
+        start = max(self.start, end - self.limit)
         # Slots behind this window may be another one's, which was appended to it before.
         if memory.filled != self.end or end > memory.kv.shape[2]:
             old = memory.kv[:, :, start : self.end]
-            shape = (*kv.shape[:2], 2 * self.most + kv.shape[2], kv.shape[3])
+            shape = (*kv.shape[:2], 2 * self.limit + kv.shape[2], kv.shape[3])
             memory = _WindowMemory(torch.empty(shape, dtype=kv.dtype, device=kv.device), old.shape[2])
             memory.kv[:, :, : old.shape[2]] = old
             start, end = 0, old.shape[2] + kv.shape[2]
         memory.kv[:, :, memory.filled : end] = kv
         memory.filled = end
-        return Window(memory, start, end, self.most)
+        return Window(memory, start, end, self.limit)
 
 
 @dataclass(frozen=True)
@@ -117,26 +117,28 @@ class LocalHistory:
     @property
     def nbytes(self) -> int:
         """Bytes of all windows and states."""
-        states = (t for one in self.states.values() for t in state_tensors(one.state).values())
-        return sum(t.nbytes for t in (*(one.kv for one in self.windows.values()), *states))
+        states = (t for local in self.states.values() for t in state_tensors(local.state).values())
+        return sum(t.nbytes for t in (*(local.kv for local in self.windows.values()), *states))
 
     def on(self, device: torch.device) -> LocalHistory:
         """Returns a copy in the memory of `device`."""
-        windows = {layer: one.holding(one.kv.to(device, copy=True)) for layer, one in self.windows.items()}
+        windows = {
+            layer: window.holding(window.kv.to(device, copy=True)) for layer, window in self.windows.items()
+        }
         states = {layer: state.on(device) for layer, state in self.states.items()}
         return LocalHistory(self.length, windows, states)
 
 
 def copied(state: Any, device: torch.device | None = None) -> Any:
     """Returns a copy of a recurrent state, on `device` if one is given."""
-    made = object.__new__(type(state))
+    copy = object.__new__(type(state))
     for name, value in vars(state).items():
         if isinstance(value, dict):
             value = {key: _copied(part, device) for key, part in value.items()}
-        setattr(made, name, _copied(value, device))
-    if device is not None and isinstance(getattr(made, "device", None), torch.device):
-        made.device = device
-    return made
+        setattr(copy, name, _copied(value, device))
+    if device is not None and isinstance(getattr(copy, "device", None), torch.device):
+        copy.device = device
+    return copy
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:
@@ -175,11 +177,11 @@ def restored_state(state: Any, described: Mapping[str, Any], tensors: Mapping[st
 
 def state_tensors(state: Any) -> dict[str, Tensor]:
     """Returns the tensors of a recurrent state by name; see `restored_state`."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in vars(state).items():
         parts = value.items() if isinstance(value, dict) else [("", value)]
-        found |= {f"{name}.{key}".rstrip("."): part for key, part in parts if isinstance(part, Tensor)}
-    return found
+        tensors |= {f"{name}.{key}".rstrip("."): part for key, part in parts if isinstance(part, Tensor)}
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -26,28 +26,28 @@ class NewTokens:
     Attributes:
         parents: the number of each token's parent; -1: the verified sequence.
         sees: for each token, a bit mask of the numbers it sees, itself included.
-        known: ids of the first tokens.
-        drawn: the tokens after `known`, whose ids may exist on the device alone.
+        ids: IDs of the first tokens, which the host knows.
+        draft: the tokens after them, whose IDs may exist only on the device.
     """
 
     parents: tuple[int, ...]
     sees: tuple[int, ...]
-    known: Sequence[int]
-    drawn: Tokens | None = None
+    ids: Sequence[int]
+    draft: Tokens | None = None
 
     @classmethod
     def below(
         cls,
         speculative: SpeculativeTokens,
         parents: Sequence[int],
-        known: Sequence[int],
-        drawn: Tokens | None = None,
+        ids: Sequence[int],
+        draft: Tokens | None = None,
     ) -> NewTokens:
         """Returns new tokens over a cache's speculative entries."""
         sees = list(speculative.sees)
         for parent in parents:
             sees.append((sees[parent] if parent >= 0 else 0) | 1 << len(sees))
-        return cls(tuple(parents), tuple(sees[len(speculative) :]), known, drawn)
+        return cls(tuple(parents), tuple(sees[len(speculative) :]), ids, draft)
 
     @classmethod
     def chain(cls, count: int) -> NewTokens:
@@ -96,20 +96,20 @@ class NewTokens:
         low = (1 << WORD_BITS) - 1
         return [bits >> WORD_BITS * word & low for bits in self.sees for word in range(count)]
 
-    def commit_to(self, speculative: SpeculativeTokens, kept: Sequence[int]) -> None:
+    def commit_to(self, speculative: SpeculativeTokens, indices: Sequence[int]) -> None:
         """Adds these tokens of the pass, in this order, to the speculative entries that it was over."""
         behind = len(speculative)
-        place = {behind + index: behind + at for at, index in enumerate(kept)}
-        for index in kept:
+        place = {behind + index: behind + at for at, index in enumerate(indices)}
+        for index in indices:
             parent = self.parents[index]
             speculative.add(self.token(index), place.get(parent, parent))
 
     def token(self, index: int) -> tuple[Tokens, int]:
         """Returns the tokens that contain token `index`, and its place among them."""
-        if index < len(self.known):
-            return Tokens([self.known[index]]), 0
-        assert self.drawn is not None
-        return self.drawn, index - len(self.known)
+        if index < len(self.ids):
+            return Tokens([self.ids[index]]), 0
+        assert self.draft is not None
+        return self.draft, index - len(self.ids)
 
 
 def sees_entries(words: Tensor, columns: Tensor) -> Tensor:

@@ -30,26 +30,26 @@ class PromptWriter:
     def __init__(self, cache: FullCache, tokens: int) -> None:
         self._cache = cache
         self._tokens = tokens
-        self._first, self._begin = cache.tail.start, cache.tail.end  # of the tail; of the new tokens
-        self._end = self._begin + tokens
+        self._tail_start, self._start = cache.tail.start, cache.tail.end  # of the tail; of the new tokens
+        self._end = self._start + tokens
         self._earlier: LayerStream | None = None  # of the tokens before the tail
         self._kv = torch.empty(2, 0)  # of the layer, from the tail on
         # Of the layer: its number, and the positions to which its KV is computed and written.
-        self._layer, self._done, self._written = -1, 0, 0
+        self._layer, self._computed_end, self._written_end = -1, 0, 0
 
     def start(self) -> None:
         """Starts to write. Raises CopyFailed."""
         cache, layout = self._cache, self._cache.layout
         cache.abandon()
-        cache.local.start_read()
+        cache.local.start_prefill()
         cache.transfer.flush()
         if cache.transfer.link.in_place:
             return
-        if self._begin:
-            cache.sequence.truncate(self._first)  # the tail is written again
-            resident = min(cache.resident.tokens, self._first)
-            self._earlier = cache.transfer.stream(self._first, start=resident)
-        shape = 2, layout.kv_heads, self._end - self._first, layout.head_dim
+        if self._start:
+            cache.sequence.truncate(self._tail_start)  # the tail is written again
+            resident = min(cache.resident.tokens, self._tail_start)
+            self._earlier = cache.transfer.stream(self._tail_start, start=resident)
+        shape = 2, layout.kv_heads, self._end - self._tail_start, layout.head_dim
         self._kv = torch.empty(shape, dtype=layout.dtype, device=cache.device)
 
     def put(self, layer: int, keys: Tensor, values: Tensor) -> Iterable[KVPages]:
@@ -60,19 +60,19 @@ class PromptWriter:
             tokens that were present on a GPU, a layer is put at once, as its stream passes by once.
         """
         if layer != self._layer:
-            self._layer, self._done, self._written = layer, self._begin, self._first
-        cache, start = self._cache, self._done
-        self._done += keys.shape[1]
+            self._layer, self._computed_end, self._written_end = layer, self._start, self._tail_start
+        cache, start = self._cache, self._computed_end
+        self._computed_end += keys.shape[1]
         if cache.transfer.link.in_place:
             before = cache.sequence.views(layer, 0, start)
             cache.sequence.append(layer, keys, values)
             return before
-        if start == self._begin:
-            cache.tail.committed(layer).copy_to(*self._kv[:, :, : start - self._first])
-        new = self._kv[:, :, start - self._first : self._done - self._first]
+        if start == self._start:
+            cache.tail.committed(layer).copy_to(*self._kv[:, :, : start - self._tail_start])
+        new = self._kv[:, :, start - self._tail_start : self._computed_end - self._tail_start]
         new[0], new[1] = keys, values
         self._write(layer)
-        near = PlainPages.one(*self._kv).span(0, start - self._first)
+        near = PlainPages.one(*self._kv).span(0, start - self._tail_start)
         if self._earlier is None:
             return near
         resident = cache.resident.segments(layer, 0, self._earlier.start)
@@ -81,12 +81,12 @@ class PromptWriter:
     def _write(self, layer: int) -> None:
         """Writes the pages that are full, and with the layer's last token the one that is not."""
         page = self._cache.layout.page_size
-        end = self._done if self._done == self._end else self._done // page * page
-        if end > self._written:
+        end = self._computed_end if self._computed_end == self._end else self._computed_end // page * page
+        if end > self._written_end:
             self._cache.transfer.write_prompt(
-                layer, *self._kv[:, :, self._written - self._first : end - self._first]
+                layer, *self._kv[:, :, self._written_end - self._tail_start : end - self._tail_start]
             )
-            self._written = end
+            self._written_end = end
 
     def finish(self, last_queries: Sequence[Tensor]) -> None:
         """Ends it: the store has all tokens. Raises CopyFailed.
@@ -100,7 +100,7 @@ class PromptWriter:
             self.put(0, counted, counted)
         cache.abandon()
         cache.transfer.flush()
-        cache.local.finish_read(self._tokens)
+        cache.local.finish_prefill(self._tokens)
         cache.start_from(cache.sequence.length)
         cache.add_point(torch.stack(list(last_queries)) if last_queries else None)
 
@@ -109,7 +109,7 @@ class PromptWriter:
         cache = self._cache
         length = cache.verified_length
         cache.abandon()
-        cache.local.give_up_read()
+        cache.local.give_up_prefill()
         with suppress(CopyFailed):
             cache.transfer.flush()
         if cache.sequence.length >= length:

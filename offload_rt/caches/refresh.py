@@ -109,24 +109,24 @@ class RetrievalRefresh:
         self._chunk = chunk
         self._layers = range(len(transfer.layers))
 
-        def chosen(layer: int) -> tuple[list[int], ChosenChunks]:
+        def choose_layer(layer: int) -> tuple[list[int], ChosenChunks]:
             chunks = choose(layer)
             numbers = chunks.host[0].tolist()
             return numbers[: bisect_left(numbers, NO_MORE)], chunks
 
-        self._chosen = [executor.submit(chosen, layer) for layer in self._layers]
+        self._choices = [executor.submit(choose_layer, layer) for layer in self._layers]
         self._layer = -1
         self._on_host = self._on_device = torch.empty(3, 0, dtype=torch.long)  # chunks of the layer
         self._numbers: list[int] = []
         self._recent = transfer.sequence.layout.kv_heads * (layout.length - layout.recent_start)
-        self._missing = 0  # entries of the layers so far
+        self._missing_entries = 0  # entries of the layers so far
         self._pending: deque[tuple[int, _Places, PendingCopy]] = deque()
         self._pending_bytes = 0
 
     @property
     def complete(self) -> bool:
         """True once every entry has been taken."""
-        return self._layer == self._layers[-1] and self._missing == 0
+        return self._layer == self._layers[-1] and self._missing_entries == 0
 
     def finish(self) -> None:
         """Writes entries that are still on their way to the buffer."""
@@ -136,7 +136,7 @@ class RetrievalRefresh:
 
     def close(self) -> None:
         """Stops choosing, after a pass that was abandoned. Idempotent."""
-        for future in [one for one in self._chosen if not one.cancel()]:
+        for future in [future for future in self._choices if not future.cancel()]:
             future.exception()  # waits for the layer that is being chosen
 
     def _write_pending(self, end: int) -> None:
@@ -146,7 +146,7 @@ class RetrievalRefresh:
 
     def _write_oldest(self) -> None:
         layer, places, sent = self._pending.popleft()
-        self._pending_bytes -= sent.there.nbytes
+        self._pending_bytes -= sent.destination.nbytes
         self._write(self._transfer.await_copy(sent), layer, places)
 
     def _write(self, kv: Tensor, layer: int, places: _Places) -> None:
@@ -178,9 +178,11 @@ class RetrievalRefresh:
         """Takes every entry from the store now. Raises CopyFailed."""
         sequence, link, length = self._transfer.sequence, self._transfer.link, self.layout.length
         with closing(self):
-            for layer, stored in enumerate(self._transfer.layers):
-                mapped = None if link.in_place else sequence.device_views(stored, 0, length, link.device)
-                runs = sequence.views(stored, 0, length) if mapped is None else mapped
+            for layer, source_layer in enumerate(self._transfer.layers):
+                mapped = (
+                    None if link.in_place else sequence.device_views(source_layer, 0, length, link.device)
+                )
+                runs = sequence.views(source_layer, 0, length) if mapped is None else mapped
                 self.take(layer, 0, runs, over_link=mapped is None and not link.in_place)
             self.finish()
 
@@ -204,8 +206,8 @@ class RetrievalRefresh:
         self._write_pending(layer - 1)
         self._quantize(layer - 2)
         self._layer = layer
-        self._numbers, (self._on_host, on_device) = self._chosen[layer].result()
-        self._missing += self._recent + len(self._numbers) * self._chunk
+        self._numbers, (self._on_host, on_device) = self._choices[layer].result()
+        self._missing_entries += self._recent + len(self._numbers) * self._chunk
         if on_device is None:
             on_device = self._on_host.to(self.buffer.memory.device, non_blocking=True)
         self._on_device = on_device
@@ -216,19 +218,19 @@ class RetrievalRefresh:
         high = bisect_left(self._numbers, first + pages.tokens // self._chunk)
         # A chunk of one head.
         size = self._chunk * layout.layer_token_bytes // layout.kv_heads
-        most = max(1, PORTION_BYTES // size)
-        for at in range(low, high, most):
-            self._take_portion(layer, first, pages, slice(at, min(at + most, high)), over_link)
+        portion = max(1, PORTION_BYTES // size)
+        for at in range(low, high, portion):
+            self._take_portion(layer, first, pages, slice(at, min(at + portion, high)), over_link)
 
-    def _take_portion(self, layer: int, first: int, pages: KVPages, which: slice, over_link: bool) -> None:
+    def _take_portion(self, layer: int, first: int, pages: KVPages, chunks: slice, over_link: bool) -> None:
         """Takes some of the chosen chunks of a layer, from pages whose first chunk is `first`."""
         chunk, per_page = self._chunk, pages.page_tokens // self._chunk
         # KV in host memory is picked by the host's copy of the choice, without asking the device.
-        numbers, heads, _ = (self._on_host if over_link else self._on_device)[:, which]
+        numbers, heads, _ = (self._on_host if over_link else self._on_device)[:, chunks]
         page, number = (numbers - first) // per_page, (numbers - first) % per_page
-        count = which.stop - which.start
-        self._missing -= count * chunk
-        _, *places = self._on_device[:, which]  # heads and slots
+        count = chunks.stop - chunks.start
+        self._missing_entries -= count * chunk
+        _, *places = self._on_device[:, chunks]  # heads and slots
         shape = 2, count, chunk, self._transfer.sequence.layout.head_dim
         take = partial(pages.take_chunks, chunk, page, heads, number)
         self._move(shape, take, layer, tuple(places), over_link)
@@ -241,7 +243,7 @@ class RetrievalRefresh:
             return
         offset = layout.chosen_end - layout.quantized - layout.recent_start  # from positions to entries
         sides = pages.head_major(first - start, last - start)
-        self._missing -= (last - first) * pages.kv_heads
+        self._missing_entries -= (last - first) * pages.kv_heads
         places = slice(first + offset, last + offset)
         shape = (2, *sides[0].shape)
 
@@ -263,7 +265,7 @@ class RetrievalRefresh:
         """Writes what `fill` puts into memory of this shape to the entries at `places`, without waiting."""
         if over_link:
             self._pending.append((layer, places, sent := self._transfer.send(shape, fill)))
-            self._pending_bytes += sent.there.nbytes
+            self._pending_bytes += sent.destination.nbytes
             while self._pending_bytes > PENDING_BYTES:
                 self._write_oldest()
         else:

@@ -51,7 +51,7 @@ class RemoteAttention(Tier):
     ) -> Future[Results]: ...
 
     @abstractmethod
-    def finish(self, started: Future[Results]) -> Results:
+    def finish(self, future: Future[Results]) -> Results:
         """Waits for what `start` returned; the results are valid for the device's current stream.
 
         They stay valid until `finish` is called for the layer after the next one.
@@ -63,11 +63,11 @@ class RemoteAttention(Tier):
         layer: int,
         start: int,
         stop: int,
-        started: Future[Results] | None,
+        future: Future[Results] | None,
         on_segment: OnSegment,
     ) -> None:
-        assert started is not None
-        total.add(*self.finish(started), start=start)
+        assert future is not None
+        total.add(*self.finish(future), start=start)
 
     def close(self) -> None:
         """Waits for the work that was started, and frees memory and thread. Idempotent."""
@@ -114,10 +114,10 @@ class CpuAttention(RemoteAttention):
         computed_copy(queries, out=on_device)
         buffer.mark_used()
         (on_host,) = split_bytes(buffer.host, [(queries.shape, queries.dtype)])
-        return self._thread.submit(self._attend_for_gpu, buffer.used, on_host, runs, scale, chunk)
+        return self._thread.submit(self._attend_for_gpu, buffer.last_use, on_host, runs, scale, chunk)
 
-    def finish(self, started: Future[Results]) -> Results:
-        return started.result()
+    def finish(self, future: Future[Results]) -> Results:
+        return future.result()
 
     def _with_capacity(self, buffer: MappedBuffer | None, byte_count: int) -> MappedBuffer:
         if buffer is None or buffer.host.numel() < byte_count:
@@ -212,8 +212,8 @@ class GpuAttention(RemoteAttention):
 
         return self._submit(work)
 
-    def finish(self, started: Future[Results]) -> Results:
-        results = started.result()
+    def finish(self, future: Future[Results]) -> Results:
+        results = future.result()
         if self._stream is None:
             return results
         with self._on_stream():

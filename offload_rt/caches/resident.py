@@ -18,7 +18,7 @@ class _Run:
 
     start: int
     stop: int
-    at: int
+    offset: int
     packed: bool
 
     def until(self, stop: int) -> _Run:
@@ -65,7 +65,7 @@ class ResidentTier(DeviceTier):
         begin, stop = start + self.tokens, min(start + self._capacity, length // page * page)
         if begin >= stop:
             return
-        added = [list(self._placed(layer, begin, stop)) for layer in range(self._layout.layers)]
+        added = [list(self._fitting_runs(layer, begin, stop)) for layer in range(self._layout.layers)]
         # The ranges are the same in every layer, so the one with least room for them decides.
         stop = min(runs[-1].stop if runs else begin for runs in added)
         added = [_cut(runs, stop) for runs in added]
@@ -78,7 +78,7 @@ class ResidentTier(DeviceTier):
             mine += runs
         self.tokens = stop - start
 
-    def _placed(self, layer: int, start: int, stop: int) -> Iterator[_Run]:
+    def _fitting_runs(self, layer: int, start: int, stop: int) -> Iterator[_Run]:
         """Yields the runs of so many pages behind those that the layer has, as far as there is room."""
         layout = self._layout
         room = self._capacity // layout.page_size * self._page_bytes(self._packed)
@@ -102,7 +102,9 @@ class ResidentTier(DeviceTier):
         if not runs:
             return 0
         last = runs[-1]
-        return last.at + (last.stop - last.start) // self._layout.page_size * self._page_bytes(last.packed)
+        return last.offset + (last.stop - last.start) // self._layout.page_size * self._page_bytes(
+            last.packed
+        )
 
     def _make_room(self, size: int) -> None:
         """Makes room for so many bytes of each layer; what is there stays."""
@@ -115,12 +117,12 @@ class ResidentTier(DeviceTier):
             self._memory = memory
 
     def _memory_of(self, layer: int, run: _Run) -> Tensor:
-        return self._memory[layer, run.at : self._end([run])]
+        return self._memory[layer, run.offset : self._end([run])]
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens from position `length` on, in whole pages.
 
-        The memory stays allocated, unless none is left: then the next prompt is read into it.
+        The memory stays allocated, unless none is left: then the next prefill writes into it.
         """
         page = self._layout.page_size
         self.tokens = max(0, min(self.tokens, (length - self.first) // page * page))

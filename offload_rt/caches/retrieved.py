@@ -145,8 +145,8 @@ class RetrievedCache(BoundedCache):
         self._from_stream = from_stream
         self._next_victim = 0
         # Queries of the newest verified tokens, if entries are to be chosen again
-        self._due: Tensor | None = None  # before the next draft
-        self._wanted: Tensor | None = None  # from the next pass of the full cache
+        self._due_queries: Tensor | None = None  # before the next draft
+        self._next_pass_queries: Tensor | None = None  # from the next pass of the full cache
         self._running: RetrievalRefresh | None = None
         self._choosing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload_rt-choosing")
         self._spare: KVBuffer | None = None  # filled by a refresh from a pass
@@ -164,7 +164,7 @@ class RetrievedCache(BoundedCache):
 
     def build(self, queries: Tensor) -> None:
         for buffer in self.buffers:
-            buffer.held = None  # of tokens that may have been taken back
+            buffer.chunks = None  # of tokens that may have been taken back
         self.buffer.means = 0
         source = self._source
         source.transfer.flush()
@@ -179,7 +179,7 @@ class RetrievedCache(BoundedCache):
         """Chooses entries by the scores so far, and gathers them from the store now."""
         self.speculative.clear()
         self.abandon_pass()
-        self._due = self._wanted = self._running = None
+        self._due_queries = self._next_pass_queries = self._running = None
         self.verified_length = self._source.verified_length
         with self._spared_from_lack_of_memory():
             refresh = self._start_refresh(self.verified_length, queries, self.buffer)
@@ -208,8 +208,8 @@ class RetrievedCache(BoundedCache):
         recent = max(self.recent, min(length % page, self.budget // 2))
         # Whole chunks, unless the budget holds no more than the first chunk and the recent window.
         recent_start = max((length - recent) // chunk * chunk, length - (self.budget - chunk))
-        left = self.budget - (length - recent_start)
-        chosen_end = -(-left // self._unit) * self._unit if quantizes else left // chunk * chunk
+        entries = self.budget - (length - recent_start)
+        chosen_end = -(-entries // self._unit) * self._unit if quantizes else entries // chunk * chunk
         if chosen_end >= recent_start:  # everything is held, and what is no whole unit joins the window
             recent_start = chosen_end = recent_start // self._unit * self._unit
         means = min(self.buffer.mean_slots, recent_start // page)
@@ -218,23 +218,29 @@ class RetrievedCache(BoundedCache):
             length, recent_start, chosen_end, means if unretrieved else 0, unretrieved, quantizes
         )
 
-    def _chooser(self, layout: EntryLayout, queries: Tensor, held: Tensor) -> Callable[[int], ChosenChunks]:
+    def _chooser(
+        self, layout: EntryLayout, queries: Tensor, slot_chunks: Tensor
+    ) -> Callable[[int], ChosenChunks]:
         """Returns a thread-safe function that chooses chunks of a layer for slots `[layers, kv_heads, n]`."""
         selection, device = self.selection, self._device
         end = layout.recent_start // self.chunk
-        if not held.shape[-1]:
+        if not slot_chunks.shape[-1]:
             return lambda layer: ChosenChunks.of(torch.empty(3, 0, dtype=torch.long), device)
         if device.type == "cuda" and isinstance(selection, AttentionScores):
             # On the device, for all layers now: on the host it would take 10 ms per layer at 128K.
-            on_device = choose_of_layers(selection.values[:, :, :end], held)
-            on_host, here = PendingRead(on_device), on_device.device == device
-            return lambda layer: ChosenChunks(on_host.wait()[layer], on_device[layer] if here else None)
+            on_device = choose_of_layers(selection.values[:, :, :end], slot_chunks)
+            on_host, on_same_device = PendingRead(on_device), on_device.device == device
+            return lambda layer: ChosenChunks(
+                on_host.wait()[layer], on_device[layer] if on_same_device else None
+            )
         scores = selection.scores(queries, self._source.scale)
         preference = 1.0 if self._source.transfer.link.in_place else PREFERENCE
 
         @torch.inference_mode()  # which is set per thread
         def choose(layer: int) -> ChosenChunks:
-            return ChosenChunks.of(choose_chunks(scores(layer)[:, :end], held[layer], preference), device)
+            return ChosenChunks.of(
+                choose_chunks(scores(layer)[:, :end], slot_chunks[layer], preference), device
+            )
 
         return choose
 
@@ -254,14 +260,14 @@ class RetrievedCache(BoundedCache):
         """Starts choosing the entries of a sequence of `length` tokens for a buffer, and sends its means."""
         transfer, layout = self._source.transfer, self._entry_layout(length)
         transfer.flush()  # tokens are summarised when they have arrived
-        held = buffer.held = buffer.held or self._no_chunks()
+        chunks = buffer.chunks = buffer.chunks or self._no_chunks()
         if buffer.quantized is not None and not buffer.quantized.shares_ranges:
-            held.intact = 0  # no chunk can be replaced without the others of its group
-        whole = not held.intact
-        choose = self._chooser(layout, queries, held.begin(layout.chosen_end // self.chunk))
+            chunks.intact = 0  # no chunk can be replaced without the others of its group
+        whole = not chunks.intact
+        choose = self._chooser(layout, queries, chunks.begin(layout.chosen_end // self.chunk))
         self._send_means(buffer, layout)
-        given = layout, choose, buffer, self._choosing, whole, self._staging
-        return RetrievalRefresh(transfer, self.chunk, *given)
+        settings = layout, choose, buffer, self._choosing, whole, self._staging
+        return RetrievalRefresh(transfer, self.chunk, *settings)
 
     def _no_chunks(self) -> HeldChunks:
         kv, slots = self._layout, -(-self.budget // self._unit) * self._unit // self.chunk
@@ -277,35 +283,35 @@ class RetrievedCache(BoundedCache):
         self.unretrieved = layout.unretrieved
         # What is quantised is not overwritten.
         self._next_victim = layout.chosen_end - layout.quantized - 1
-        assert self.buffer.held is not None
-        self.buffer.held.intact = layout.chosen_end // self.chunk
+        assert self.buffer.chunks is not None
+        self.buffer.chunks.intact = layout.chosen_end // self.chunk
         self.refresh.refreshed()
 
     def adopt(self, verified: VerifiedTokens) -> None:
         count = verified.kv.shape[3]
-        kept = self._keep_descendants(verified.tokens)
+        entries = self._keep_descendants(verified.tokens)
         refresh, self._running = self._running, None
-        if refresh is not None and refresh.complete and self._due is None:
+        if refresh is not None and refresh.complete and self._due_queries is None:
             with self._spared_from_lack_of_memory():
                 refresh.finish()
                 self._use(refresh)
         self.refresh.observe(count, verified.proposed)
-        free = self.room - self.entries + max(0, self._next_victim + 1 - self.chunk)
+        free_slots = self.room - self.entries + max(0, self._next_victim + 1 - self.chunk)
         due = self._source.verified_length > self.budget and self.refresh.due
         # While drafts are read, a refresh from the next pass does not have to interrupt them.
         gathers = due and not (self._from_stream and self._drafted)
-        if self._due is not None or count > free or gathers:
+        if self._due_queries is not None or count > free_slots or gathers:
             # Refreshed when it is next read, not now: during plain decoding nobody reads it.
-            self._due = verified.queries
-            self._wanted = None
+            self._due_queries = verified.queries
+            self._next_pass_queries = None
             self.speculative.clear()
             self.verified_length += count
             return
         if due:
-            self._wanted = verified.queries
+            self._next_pass_queries = verified.queries
             self._drafted = False
         self.append_verified(verified.kv)
-        self._put_behind(kept)
+        self._put_behind(entries)
 
     @property
     def buffers(self) -> list[KVBuffer]:
@@ -326,13 +332,13 @@ class RetrievedCache(BoundedCache):
         super().begin(new)
 
     def catch_up(self) -> None:
-        if self._due is not None:
-            self.fill(self._due)
+        if self._due_queries is not None:
+            self.fill(self._due_queries)
 
     def begin_pass(self) -> bool:
         self._running = None
-        if self._wanted is not None:
-            queries, self._wanted = self._wanted, None
+        if self._next_pass_queries is not None:
+            queries, self._next_pass_queries = self._next_pass_queries, None
             assert self._spare is not None
             with self._spared_from_lack_of_memory():
                 self._running = self._start_refresh(self.verified_length, queries, self._spare)
@@ -353,6 +359,6 @@ class RetrievedCache(BoundedCache):
     def victims(self, count: int) -> list[int]:
         slots = list(range(self._next_victim, self._next_victim - count, -1))
         self._next_victim -= count
-        if count and self.buffer.held is not None:
-            self.buffer.held.intact = min(self.buffer.held.intact, (self._next_victim + 1) // self.chunk)
+        if count and self.buffer.chunks is not None:
+            self.buffer.chunks.intact = min(self.buffer.chunks.intact, (self._next_victim + 1) // self.chunk)
         return slots

@@ -59,8 +59,8 @@ class RewindPoints:
             while len(self._points) >= MOST_POINTS or (
                 self._points and available_memory() < 2 * history.nbytes
             ):
-                lengths = [0, *(one.length for one in self._points)]
-                # Whatever is dropped has to be read again from the point before.
+                lengths = [0, *(point.length for point in self._points)]
+                # Whatever is dropped has to be prefilled again from the point before.
                 del self._points[min(range(len(self._points)), key=lambda at: lengths[at + 1] - lengths[at])]
             local = history.on(torch.device("cpu"))
         self._points.append(RewindPoint(length, queries, local))
@@ -81,11 +81,14 @@ class RewindPoints:
     def return_to(self, length: int) -> int:
         """Returns the local layers to `length`, or to the newest point before it; returns that length.
 
-        The tokens after the point have to be read again.
+        The tokens after the point have to be prefilled again.
         """
         if not self._local.layers.kinds.local:
             return length
-        point = next((one for one in reversed(self._points) if one.length <= length), RewindPoint(0, None))
+        point = next(
+            (candidate for candidate in reversed(self._points) if candidate.length <= length),
+            RewindPoint(0, None),
+        )
         self._local.restart(None if point.local is None else point.local.on(self._local.layers.device))
         return point.length
 
@@ -93,7 +96,7 @@ class RewindPoints:
 def _on(device: torch.device, points: Sequence[RewindPoint], length: int) -> list[RewindPoint]:
     """Returns the points up to `length`, with their queries on a device."""
     return [
-        replace(one, queries=None if one.queries is None else one.queries.to(device))
-        for one in points
-        if one.length <= length
+        replace(point, queries=None if point.queries is None else point.queries.to(device))
+        for point in points
+        if point.length <= length
     ]

@@ -127,10 +127,10 @@ class AttentionScores(Selection):
         self.values.zero_()
         newest = queries[:, :, -LAST_QUERIES:].cpu()
         backend = choose_backend(newest.device)  # where the store is
-        for layer, stored in enumerate(source.layers if end else ()):
+        for layer, source_layer in enumerate(source.layers if end else ()):
             total = AttentionSum(backend, newest[layer], self._layout.kv_heads, source.scale, self.mass_chunk)
             total.track_mass(0, end)
-            for segment in source.sequence.views(stored, 0, end):
+            for segment in source.sequence.views(source_layer, 0, end):
                 total.attend_tracked(segment)
             scores = torch.zeros(self.values.shape[1], end // self.mass_chunk)
             total.add_mass_to(scores, 1.0)
@@ -167,47 +167,47 @@ def with_successors(scores: Tensor) -> Tensor:
     return torch.nn.functional.pad(scores[..., :-1] / 2, (1, 0)) + scores
 
 
-def choose_chunks(scores: Tensor, held: Tensor, preference: float) -> Tensor:
+def choose_chunks(scores: Tensor, slot_chunks: Tensor, preference: float) -> Tensor:
     """Chooses a chunk for each slot of each KV head: the first one, and those with the highest scores.
 
     A chunk that is chosen again keeps its slot. The others go to the slots that are left, in falling score.
 
     Args:
         scores: `[…, kv_heads, chunks]`.
-        held: the chunk in each slot, `[…, kv_heads, slots]` int64; `NONE` where there is none. Is updated.
-        preference: factor on the scores of chunks that are held.
+        slot_chunks: the chunk in each slot, `[…, kv_heads, slots]` int64, or `NONE`; is updated.
+        preference: factor on the scores of chunks that have a slot already.
 
     Returns:
-        The chunks that were not held, `[…, 3, kv_heads * slots]` int64: chunk numbers (rising), their heads,
+        The chunks that had no slot, `[…, 3, kv_heads * slots]` int64: chunk numbers (rising), their heads,
         and their slots. Behind the last one numbers are `NO_MORE`.
     """
-    chunks, count = scores.shape[-1], held.shape[-1]
+    chunks, count = scores.shape[-1], slot_chunks.shape[-1]
     # Of a slot without a chunk, the place behind all chunks is read and written.
-    place = torch.where((held < 0) | (held >= chunks), chunks, held)
+    place = torch.where((slot_chunks < 0) | (slot_chunks >= chunks), chunks, slot_chunks)
     marks = scores.new_zeros(*scores.shape[:-1], chunks + 1, dtype=torch.bool)
-    there = marks.scatter(-1, place, True)[..., :chunks]
-    best = top_chunks(with_successors(scores) * torch.where(there, preference, 1.0), count - 1)
-    wanted = torch.cat([best.new_zeros(*best.shape[:-1], 1), best], dim=-1)
-    stays = marks.scatter(-1, wanted, True).gather(-1, place)
-    known = marks.scatter(-1, place.where(stays, chunks), True).gather(-1, wanted)
-    free = stays.to(torch.uint8).argsort(dim=-1, stable=True)
-    new = wanted.gather(-1, known.to(torch.uint8).argsort(dim=-1, stable=True))
-    taken = torch.arange(count, device=held.device) < (~known).sum(-1, keepdim=True)
-    held.copy_(held.scatter(-1, free, new.where(taken, held.gather(-1, free))))
-    numbers, order = new.where(taken, NO_MORE).flatten(-2).sort(dim=-1, stable=True)
-    return torch.stack([numbers, order // count, free.flatten(-2).gather(-1, order)], dim=-2)
+    present = marks.scatter(-1, place, True)[..., :chunks]
+    best = top_chunks(with_successors(scores) * torch.where(present, preference, 1.0), count - 1)
+    chosen = torch.cat([best.new_zeros(*best.shape[:-1], 1), best], dim=-1)
+    stays = marks.scatter(-1, chosen, True).gather(-1, place)
+    unchanged = marks.scatter(-1, place.where(stays, chunks), True).gather(-1, chosen)
+    slots = stays.to(torch.uint8).argsort(dim=-1, stable=True)
+    new = chosen.gather(-1, unchanged.to(torch.uint8).argsort(dim=-1, stable=True))
+    filled = torch.arange(count, device=slot_chunks.device) < (~unchanged).sum(-1, keepdim=True)
+    slot_chunks.copy_(slot_chunks.scatter(-1, slots, new.where(filled, slot_chunks.gather(-1, slots))))
+    numbers, order = new.where(filled, NO_MORE).flatten(-2).sort(dim=-1, stable=True)
+    return torch.stack([numbers, order // count, slots.flatten(-2).gather(-1, order)], dim=-2)
 
 
-def choose_of_layers(scores: Tensor, held: Tensor) -> Tensor:
+def choose_of_layers(scores: Tensor, slot_chunks: Tensor) -> Tensor:
     """Does `choose_chunks` with `PREFERENCE` for all layers, in portions that take little memory each.
 
     Args:
         scores: `[layers, kv_heads, chunks]`.
-        held: `[layers, kv_heads, slots]`.
+        slot_chunks: `[layers, kv_heads, slots]`.
     """
     _, heads, chunks = scores.shape
     portion = layers_at_a_time(heads, chunks)
-    pairs = zip(scores.split(portion), held.split(portion), strict=True)
+    pairs = zip(scores.split(portion), slot_chunks.split(portion), strict=True)
     return torch.cat([choose_chunks(*pair, PREFERENCE) for pair in pairs])
 
 

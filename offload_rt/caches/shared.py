@@ -44,7 +44,7 @@ class SharedCache(BoundedCache):
         super().release()
 
     def build(self, queries: Tensor) -> None:
-        """Reads the tokens behind the full pages from the store; `queries` are not needed."""
+        """Fetches the tokens behind the full pages from the store; `queries` are not needed."""
         self.speculative.clear()
         length, page = self._source.verified_length, self._layout.page_size
         self.entries, self.verified_length = 0, length // page * page
@@ -56,13 +56,13 @@ class SharedCache(BoundedCache):
             return super().attend(layer, queries, keys, values, softmax)
         runs = self._source.sequence.views(layer, 0, self._paged)
         total = AttentionSum(self.backend, queries, len(keys), softmax.scale)
-        started = None if self._cpu is None else self._cpu.start(layer, queries, runs, softmax.scale)
+        future = None if self._cpu is None else self._cpu.start(layer, queries, runs, softmax.scale)
         total.attend(*self.attention.put(layer, queries, keys, values))
-        if self._cpu is None or started is None:
+        if self._cpu is None or future is None:
             for pages in runs:
                 total.attend(pages)
         else:
-            total.add(*self._cpu.finish(started))
+            total.add(*self._cpu.finish(future))
         return total.result(softmax.sinks)
 
     def append_verified(self, kv: Tensor) -> None:

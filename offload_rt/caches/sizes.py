@@ -122,8 +122,8 @@ def shared_bytes(layout: KVSizes) -> int:
 
 def tail_bytes(layout: KVSizes, heads: int, queries: int) -> int:
     """Bytes for a page of committed tokens and a pass of so many, whose queries are kept too."""
-    kept = queries * layout.layers * heads * layout.head_dim * layout.dtype.itemsize
-    return (layout.page_size + queries) * layout.token_bytes + kept
+    query_bytes = queries * layout.layers * heads * layout.head_dim * layout.dtype.itemsize
+    return (layout.page_size + queries) * layout.token_bytes + query_bytes
 
 
 def score_bytes(layout: KVSizes, heads: int, chunks: int) -> int:

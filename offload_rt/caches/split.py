@@ -27,8 +27,8 @@ class SplitCache(DerivedCache):
     All that is done with the second one is enqueued on the stream of its device, as its share of a pass is.
 
     Args:
-        home: of the layers that the first device attends.
-        there: of the layers in `remote`.
+        home: the cache of the layers that the first device attends.
+        away: of the layers in `remote`, on the second device.
         close: called when both are released.
 
     Attributes:
@@ -40,14 +40,14 @@ class SplitCache(DerivedCache):
     def __init__(
         self,
         home: BoundedCache,
-        there: BoundedCache,
+        away: BoundedCache,
         second: SecondDevice,
         remote: frozenset[int],
         layers: int,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.home, self.there, self.remote = home, there, remote
-        # Those of both are alike, as the same tokens are kept and forgotten.
+        self.home, self.away, self.remote = home, away, remote
+        # Equal in both, as the same tokens are kept and forgotten.
         self.speculative, self.local, self.mass_chunk = home.speculative, home.local, home.mass_chunk
         self._second = second
         self._layers = [layer for layer in range(layers) if layer not in remote], sorted(remote)
@@ -58,7 +58,7 @@ class SplitCache(DerivedCache):
     def _both(self, work: Callable[[BoundedCache], object]) -> None:
         work(self.home)
         with self._second.on_stream():
-            work(self.there)
+            work(self.away)
 
     # As the cache of a pass.
 
@@ -71,11 +71,11 @@ class SplitCache(DerivedCache):
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Computes attention on the device that the layer is on, where the tensors are."""
-        cache = self.there if layer in self.remote else self.home
+        cache = self.away if layer in self.remote else self.home
         return cache.attend(self._places[layer], queries, keys, values, softmax)
 
-    def commit(self, kept: Sequence[int]) -> None:
-        self._both(lambda cache: cache.commit(kept))
+    def commit(self, indices: Sequence[int]) -> None:
+        self._both(lambda cache: cache.commit(indices))
 
     def keep(self, entries: Sequence[int]) -> None:
         self._both(lambda cache: cache.keep(entries))
@@ -99,25 +99,25 @@ class SplitCache(DerivedCache):
 
     def take_mass(self, layer: int, total: AttentionSum) -> None:
         # Both keep scores on the first device, as a pass must not wait for what the second one drafts.
-        cache = self.there if layer in self.remote else self.home
+        cache = self.away if layer in self.remote else self.home
         cache.take_mass(self._places[layer], total)
 
     def adopt(self, verified: VerifiedTokens) -> None:
-        here, there = (
+        home, away = (
             replace(verified, kv=verified.kv.index_select(0, n), queries=verified.queries.index_select(0, n))
             for n in self._numbers
         )
-        self.home.adopt(here)
-        (kv,) = self._second.send(there.kv)
+        self.home.adopt(home)
+        (kv,) = self._second.send(away.kv)
         with self._second.on_stream():
-            self.there.adopt(replace(there, kv=kv))
+            self.away.adopt(replace(away, kv=kv))
 
 
 class SplitStreamingCache(SplitCache):
     """Two streaming caches, which the passes of a small model may fill; see `StreamingCache`."""
 
     home: StreamingCache
-    there: StreamingCache
+    away: StreamingCache
 
     @property
     def sinks(self) -> int:
@@ -130,12 +130,12 @@ class SplitStreamingCache(SplitCache):
     def skip(self, tokens: int) -> None:
         self.home.skip(tokens)
         with self._second.on_stream():
-            self.there.skip(tokens)
+            self.away.skip(tokens)
 
     def reset(self) -> None:
         self.home.reset()
         with self._second.on_stream():
-            self.there.reset()
+            self.away.reset()
 
 
 @dataclass(frozen=True)

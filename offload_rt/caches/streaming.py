@@ -65,7 +65,7 @@ class StreamingCache(BoundedCache):
         self.local.restart()
 
     def build(self, queries: Tensor) -> None:
-        """Reads the sinks and the window from the store; `queries` are not needed."""
+        """Fetches the sinks and the window from the store; `queries` are not needed."""
         if self._source is None:
             raise ValueError("a streaming cache without a source fills itself from its own passes")
         self.reset()

@@ -82,23 +82,23 @@ class Chat:
     """A chat that is about to begin: checked and in tokens, before a model is loaded.
 
     Attributes:
-        kept: where its context comes from, and where it is kept afterwards.
+        sessions: where its context comes from, and where it is kept afterwards.
         messages: what the model is told first, and the documents; or those of the session.
     """
 
     arguments: argparse.Namespace
     console: Console
     template: ChatTemplate
-    kept: sessions.Sessions
+    sessions: sessions.Sessions
     messages: list[Message]
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Chat:
         """Reads the documents and the tokenizer. Raises UsageError for whatever is wrong by then."""
         console = Console(arguments.quiet)
-        kept = sessions.Sessions(arguments, console)
+        chat_sessions = sessions.Sessions(arguments, console)
         if not arguments.files:
-            kept.check_exists("name a document, --file FILE")
+            chat_sessions.check_exists("name a document, --file FILE")
         for path in arguments.files:
             console.working("read", path)
         text = documents(arguments.files, console.notice, arguments.encoding) if arguments.files else ""
@@ -113,13 +113,13 @@ class Chat:
         from offload_rt.text.chat import ChatTemplate
 
         tokenizer = load_tokenizer(model_source(arguments.model))
-        earlier, date = kept.chat()
+        earlier, date = chat_sessions.chat()
         template = ChatTemplate(tokenizer, arguments.model or "demo", console.notice, date or clock.date())
         messages = (None if arguments.files else earlier) or [{"role": "user", "content": text}]
         if arguments.system is not None:
-            others = [one for one in messages if one["role"] != "system"]
-            messages = [{"role": "system", "content": arguments.system}, *others]
-        return cls(arguments, console, template, kept, messages)
+            rest = [message for message in messages if message["role"] != "system"]
+            messages = [{"role": "system", "content": arguments.system}, *rest]
+        return cls(arguments, console, template, chat_sessions, messages)
 
     @property
     def thinking(self) -> bool | None:
@@ -137,7 +137,7 @@ class Chat:
 
     def encoded(self, messages: Sequence[Message], answer: bool = True) -> list[int]:
         """Returns the token IDs of messages, and tells of a wait for them; see `ChatTemplate.encode`."""
-        self.console.working("encode", f"{sum(len(one['content']) for one in messages):,} characters")
+        self.console.working("encode", f"{sum(len(message['content']) for message in messages):,} characters")
         with machine_errors_in_a_line():
             tokens = self.template.encode(messages, answer=answer, thinking=self.thinking)
         self.console.clear()
@@ -153,15 +153,15 @@ class Chat:
         """Returns the model's own sampling, as far as no flag says anything else, and greedy without one."""
         from offload_rt.sampling.params import SamplingParams
 
-        given = self.arguments
+        arguments = self.arguments
         return replace(
             llm.model_sampling or SamplingParams(),
-            **given_distribution(given),
-            max_tokens=given.max_new_tokens,
-            stop=tuple(given.stop),
-            seed=given.seed,
-            ignore_eos=given.ignore_eos,
-            json_schema=given.json_schema,
+            **given_distribution(arguments),
+            max_tokens=arguments.max_new_tokens,
+            stop=tuple(arguments.stop),
+            seed=arguments.seed,
+            ignore_eos=arguments.ignore_eos,
+            json_schema=arguments.json_schema,
         )
 
     def write(self, answer: TokenStream, params: SamplingParams) -> tuple[int, UsageError | None]:
@@ -190,14 +190,14 @@ def run(arguments: argparse.Namespace) -> int:
     question = (prompts.stdin_text() if arguments.question == "-" else arguments.question).strip()
     with_question([], question)  # refuses an empty one before documents are read
     chat = Chat.of(arguments)
-    asked = with_question(chat.messages, question)
-    prompt = chat.encoded(asked)
+    messages = with_question(chat.messages, question)
+    prompt = chat.encoded(messages)
     chat.warn_of_demo()
-    console, most = chat.console, arguments.max_new_tokens
-    with machine_errors_in_a_line(), open_llm(arguments, console, (len(prompt), most)) as llm:
+    console, max_tokens = chat.console, arguments.max_new_tokens
+    with machine_errors_in_a_line(), open_llm(arguments, console, (len(prompt), max_tokens)) as llm:
         params = chat.params(llm)
-        context = chat.kept.open(llm, prompt, most)
-        chat.describe(context, asked)
+        context = chat.sessions.open(llm, prompt, max_tokens)
+        chat.describe(context, messages)
         answer = context.stream_ask(None, params, thinking=chat.thinking)
         status, failure = chat.write(answer, params)
         result = answer.result
@@ -207,7 +207,7 @@ def run(arguments: argparse.Namespace) -> int:
             console.compare_with_plan(result, llm.plan)
             if failure is None and status in (0, INTERRUPTED):
                 context.messages = chat.messages  # the next question is about the documents alone
-                chat.kept.save(context)
+                chat.sessions.save(context)
         finally:
             if arguments.json is not None:
                 write_json("--json", arguments.json, result.to_json())

@@ -50,11 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
         chat.template.shared_beginning(chat.messages, chat.thinking)  # tells where nothing is shared
     room = _room(chat, len(prompt))
     with machine_errors_in_a_line(), open_llm(arguments, chat.console, (len(prompt), room)) as llm:
-        context = chat.kept.open(llm, prompt, room)
+        context = chat.sessions.open(llm, prompt, room)
         chat.describe(context, chat.messages)
         chat.console.tokens.pop("prefill")  # what a question reads is short
         status = Conversation(chat, context, chat.params(llm)).run()
-        chat.kept.save(context)
+        chat.sessions.save(context)
     return status
 
 
@@ -62,11 +62,11 @@ def _room(chat: Chat, prompt_tokens: int) -> int:
     """Returns the new tokens to plan for: several questions, as far as the model's positions go."""
     from offload_rt.model.named_shapes import find_shape
 
-    given = chat.arguments
-    positions = find_shape(given.model or "demo", None, given.rope).max_positions
-    most: int = given.max_new_tokens
-    wanted = QUESTIONS * (QUESTION_TOKENS + most)
-    return max(most, min(wanted, positions - prompt_tokens))
+    arguments = chat.arguments
+    positions = find_shape(arguments.model or "demo", None, arguments.rope).max_positions
+    max_tokens: int = arguments.max_new_tokens
+    room = QUESTIONS * (QUESTION_TOKENS + max_tokens)
+    return max(max_tokens, min(room, positions - prompt_tokens))
 
 
 class Conversation:
@@ -111,10 +111,10 @@ class Conversation:
             with machine_errors_in_a_line():
                 if not line.startswith("/"):
                     return self._answer(line.strip())
-                name, _, rest = line.strip().partition(" ")
+                name, _, argument = line.strip().partition(" ")
                 if name not in self._commands:
                     raise UsageError(f"unknown command {name}; /help lists those that there are")
-                self._commands[name][0](rest.strip())
+                self._commands[name][0](argument.strip())
         except UsageError as error:
             self._chat.console.error(str(error))
         except Terminated:
@@ -138,14 +138,14 @@ class Conversation:
             self._say("note       ended before an answer: the question is taken back")
             return 0 if status == INTERRUPTED else status
         timings = result.timings
-        read = min(timings.prefill_tokens, result.prompt_tokens)
+        prefilled = min(timings.prefill_tokens, result.prompt_tokens)
         self._say(
             f"answered   {len(result.tokens)} tokens, {timings.tokens_per_second:.1f} tokens/s; read"
-            f" {read:,} of {result.prompt_tokens:,} tokens in {timings.prefill_ms / 1e3:.1f} s"
+            f" {prefilled:,} of {result.prompt_tokens:,} tokens in {timings.prefill_ms / 1e3:.1f} s"
         )
         return 0 if status == INTERRUPTED else status
 
-    def _rewind(self, rest: str) -> None:
+    def _rewind(self, argument: str) -> None:
         if not self._before:
             raise UsageError("/rewind: no question was answered yet")
         self._context.messages = self._before.pop()
@@ -154,18 +154,18 @@ class Conversation:
     def _save(self, name: str) -> None:
         if not name:
             raise UsageError("/save: give a name, as in /save moby-dick")
-        self._chat.kept.save_as(self._context, name)
+        self._chat.sessions.save_as(self._context, name)
         self._say(f"saved      {name}")
 
-    def _stats(self, rest: str) -> None:
+    def _stats(self, argument: str) -> None:
         if self._newest is None:
             raise UsageError("/stats: no question was answered yet")
         self._chat.console.summary(self._newest)
 
-    def _quit(self, rest: str) -> None:
+    def _quit(self, argument: str) -> None:
         self._ended = True
 
-    def _help(self, rest: str) -> None:
+    def _help(self, argument: str) -> None:
         for name, (_, meaning) in self._commands.items():
             self._say(f"{name:10} {meaning}")
 

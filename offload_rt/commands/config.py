@@ -47,8 +47,8 @@ def _path() -> int:
 
 def _show() -> int:
     path, origin = settings_file()
-    missing = "" if os.path.exists(path) else "; there is no such file"
-    rows = [("file", str(path), origin + missing), *_rows(load_settings())]
+    note = "" if os.path.exists(path) else "; there is no such file"
+    rows = [("file", str(path), origin + note), *_rows(load_settings())]
     wide, wider = (max(len(row[column]) for row in rows) for column in (0, 1))
     for name, value, source in rows:
         print(f"{name:{wide}}  {value:{wider}}  {source}")

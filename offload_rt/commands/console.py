@@ -77,13 +77,13 @@ class Console:
         self._phase = ""
         self._noticed: set[str] = set()
         self._expected = ""  # the config of the plan that was shown
-        self._held: list[str] | None = None  # lines to print after the text
+        self._held_lines: list[str] | None = None  # lines to print after the text
         self.other_work = OtherWork()
 
     def say(self, line: str) -> None:
         """Prints a line that stays."""
-        if self._held is not None:
-            self._held.append(line)
+        if self._held_lines is not None:
+            self._held_lines.append(line)
         elif not self._quiet:
             self.clear()
             try:
@@ -103,17 +103,17 @@ class Console:
         if not _shown_together(sys.stdout, sys.stderr):
             yield
             return
-        self._held = []
+        self._held_lines = []
         try:
             yield
         finally:
-            held, self._held = self._held, None
-            for line in held:
+            lines, self._held_lines = self._held_lines, None
+            for line in lines:
                 self.say(line)
 
     def before_text(self) -> None:
         """Removes the progress line where text is about to be written in its place."""
-        if self._held is not None:
+        if self._held_lines is not None:
             self.clear()
 
     def notice(self, text: str) -> None:
@@ -131,12 +131,12 @@ class Console:
         elif phase == self._phase:
             self.clear()
 
-    def working(self, phase: str, what: str) -> None:
+    def working(self, phase: str, subject: str) -> None:
         """Shows on a terminal what is under way, for work that reports no progress."""
-        self._draw(phase, 0, None, what)
+        self._draw(phase, 0, None, subject)
 
-    def _draw(self, phase: str, done: int, total: int | None, what: str = "") -> None:
-        if not self._live or self._held is not None:
+    def _draw(self, phase: str, done: int, total: int | None, subject: str = "") -> None:
+        if not self._live or self._held_lines is not None:
             return
         if self._drawing is None:
             self._drawing = _progress_line()
@@ -144,31 +144,31 @@ class Console:
         if task is None or phase != self._phase or total is None or done < task.completed:
             if task is not None:
                 drawing.remove_task(task.id)
-            drawing.add_task(phase, total=total, completed=done, tokens=self.tokens.get(phase), what=what)
+            drawing.add_task(phase, total=total, completed=done, tokens=self.tokens.get(phase), what=subject)
         else:
             drawing.update(task.id, completed=done, total=total)
         self._phase = phase
         if not drawing.live.is_started:
             drawing.start()
-            _drawn.add(self)
+            _drawing_consoles.add(self)
 
     def clear(self) -> None:
         """Removes the progress line."""
         if self._drawing is not None:
             self._drawing.stop()
-            _drawn.discard(self)
+            _drawing_consoles.discard(self)
 
     def expect(self, plan: Plan) -> None:
         """Says what is about to run, and how fast it will be by its plan."""
         request, predicted = plan.request, plan.check()
         gpus = request.hardware.gpus
-        where = f"{len(gpus)} × {gpus[0].name}" if len(gpus) > 1 else gpus[0].name if gpus else "cpu"
-        drafts = request.draft is not None and any(one.needs_draft_model for one in request.levels)
+        place = f"{len(gpus)} × {gpus[0].name}" if len(gpus) > 1 else gpus[0].name if gpus else "cpu"
+        drafts = request.draft is not None and any(level.needs_draft_model for level in request.levels)
         draft = f" with {request.draft.name}" if request.draft is not None and drafts else ""
         self._expected = request.config.name
         rates = "" if request.hardware.measured else ", at the rates of a usual desktop"
         self.say(
-            f"run        {request.target.name}{draft} on {where}: {request.context:,} prompt tokens +"
+            f"run        {request.target.name}{draft} on {place}: {request.context:,} prompt tokens +"
             f" {request.new_tokens:,} new; {request.config.name}; expected {predicted.ms_per_token:.1f}"
             f" ms/token (plain {predicted.plain_ms_per_token:.1f}), first token in"
             f" {duration(predicted.prefill_ms / 1e3)}{rates}"
@@ -219,16 +219,16 @@ class Console:
         times = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
         text = f"decoding took {measured:.1f} ms/token, {times} times the {plan.ms_per_token:.1f} of the plan"
         remedy = "offload-rt doctor --refresh measures this machine again"
-        cause = self.other_work.told() if ratio > 1 else None
+        cause = self.other_work.note() if ratio > 1 else None
         self.notice(f"{text}; {cause or remedy}")
 
 
-_drawn: set[Console] = set()
+_drawing_consoles: set[Console] = set()
 
 
 def clear_progress() -> None:
     """Removes every progress line, for what a program writes at its end."""
-    for console in tuple(_drawn):
+    for console in tuple(_drawing_consoles):
         console.clear()
 
 
@@ -266,10 +266,10 @@ def _progress_line() -> Progress:
     )
 
 
-def _shown_together(one: TextIO | None, other: TextIO | None) -> bool:
+def _shown_together(text: TextIO | None, notes: TextIO | None) -> bool:
     """Returns whether two streams are one file, pipe or terminal, as with 2>&1."""
     try:
-        first, second = (os.fstat(stream.fileno()) for stream in (one, other) if stream is not None)
+        first, second = (os.fstat(stream.fileno()) for stream in (text, notes) if stream is not None)
     except (OSError, ValueError):
         return False
     return os.path.samestat(first, second)

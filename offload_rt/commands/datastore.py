@@ -87,8 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _text_files(folder: Path) -> Iterator[Path]:
     """Yields the text files of a folder in a fixed order, without hidden folders and virtual environments."""
-    for where, folders, files in os.walk(folder):
-        inside = Path(where)
+    for parent, folders, files in os.walk(folder):
+        inside = Path(parent)
         if inside != folder and any((inside / mark).exists() for mark in ENVIRONMENT_MARKS):
             folders.clear()
             continue

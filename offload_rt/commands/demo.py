@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _compare(where: str, context: Context, params: SamplingParams, console: Console) -> None:
+def _compare(label: str, context: Context, params: SamplingParams, console: Console) -> None:
     """Decodes with speculation and plainly, and prints the comparison; on a busy machine without a ratio."""
     console.other_work.restart()
     result = context.generate(params=params)
@@ -104,10 +104,10 @@ def _compare(where: str, context: Context, params: SamplingParams, console: Cons
     ms, plain_ms = ms_per_token(result), ms_per_token(plain)
     times = f"{ms:.1f} against {plain_ms:.1f} ms/token"
     verdict = tokens_verdict(result, plain, params)
-    if (busy := console.other_work.told()) is None:
-        console.say(f"{where:10} {plain_ms / ms:.2f} times as fast as plain decoding ({times}); {verdict}")
+    if (busy := console.other_work.note()) is None:
+        console.say(f"{label:10} {plain_ms / ms:.2f} times as fast as plain decoding ({times}); {verdict}")
     else:
-        console.say(f"{where:10} speed not comparable ({times}): {busy}; {verdict}")
+        console.say(f"{label:10} speed not comparable ({times}): {busy}; {verdict}")
 
 
 def _recite(llm: LLM, greedy: SamplingParams, console: Console) -> int:
@@ -120,13 +120,13 @@ def _recite(llm: LLM, greedy: SamplingParams, console: Console) -> int:
     cue = book.index(CUE, start) + len(CUE)
     end, passage_end = book.index(RECITED, cue) + len(RECITED), book.index("\n\n", cue)
     begun, expected = f"{book[start:passage_end]}\n\n{book[start:cue]}", book[cue:end]
-    wanted = len(llm.encode(begun + expected)) - len(llm.encode(begun))
-    params = replace(greedy, max_tokens=wanted)
+    count = len(llm.encode(begun + expected)) - len(llm.encode(begun))
+    params = replace(greedy, max_tokens=count)
     console.say(
         f"recites    the model has read one paragraph of Moby-Dick, and continues from {CUE!r} when it reads"
         " it again:"
     )
-    with llm.read(begun, wanted) as context:
+    with llm.read(begun, count) as context:
         events = context.stream(params=params)
         status, failure = write_text(events, params, console)
     if failure is not None:

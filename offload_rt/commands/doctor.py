@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(arguments.quiet)
     report = inspect(arguments.refresh, console.progress)
     console.clear()
-    found = recommendations(report)
+    recommended = recommendations(report)
     if arguments.json is not None:
-        write_json("--json", arguments.json, {**report.to_json(), "recommendations": list(found)})
-    show(report, found)
+        write_json("--json", arguments.json, {**report.to_json(), "recommendations": list(recommended)})
+    show(report, recommended)
     return 0
 
 
@@ -68,8 +68,8 @@ def show(report: Report, recommendations: tuple[str, ...]) -> None:
 
 def _sections(report: Report, recommendations: tuple[str, ...]) -> Iterator[Section]:
     yield "Processor and memory", _host_rows(report)
-    for number, each in enumerate(zip(report.hardware.gpus, report.links, report.gpus, strict=True)):
-        yield f"GPU {number}", _gpu_rows(*each)
+    for number, gpu in enumerate(zip(report.hardware.gpus, report.links, report.gpus, strict=True)):
+        yield f"GPU {number}", _gpu_rows(*gpu)
     if report.no_cuda_device is not None:
         yield "GPU", {"none": report.no_cuda_device}
     versions = ((name.replace("_", "-"), version) for name, version in report.versions.items())
@@ -82,15 +82,15 @@ def _sections(report: Report, recommendations: tuple[str, ...]) -> Iterator[Sect
         },
     )
     if recommendations:
-        yield "Recommendations", {str(number): one for number, one in enumerate(recommendations, 1)}
+        yield "Recommendations", {str(number): line for number, line in enumerate(recommendations, 1)}
 
 
 def _host_rows(report: Report) -> dict[str, str | None]:
     facts, host, gpus = report.host, report.hardware.host, report.hardware.gpus
     cores = f"{facts.cores} of {facts.cores_of_machine} cores, {facts.threads} threads"
     limit = "none" if facts.lock_limit_bytes is None else f"{facts.lock_limit_bytes / 2**20:,.0f} MiB"
-    first, *others = host.attention
-    rates = "".join(f", {one.rate:.1f} at {one.queries}" for one in others)
+    first, *further = host.attention
+    rates = "".join(f", {rate.rate:.1f} at {rate.queries}" for rate in further)
     shares = f"attention keeps {host.attention_beside_link:.0%} of its rate, "
     shares += f"the link {host.link_beside_attention:.0%}"
     return {
@@ -126,13 +126,13 @@ def _gpu_rows(gpu: Gpu, link: PcieLink, facts: GpuFacts) -> dict[str, str | None
 def _products(rates: Sequence[ProductRate]) -> str | None:
     """Returns rates of products with quantised weights; None where none were measured."""
     by_name: dict[str, list[ProductRate]] = {}
-    for one in rates:
-        by_name.setdefault(one.quantization, []).append(one)
-    told = "; ".join(
-        f"{name} " + ", ".join(f"{one.rate:.1f} at {one.rows}" for one in found)
-        for name, found in by_name.items()
+    for rate in rates:
+        by_name.setdefault(rate.quantization, []).append(rate)
+    products = "; ".join(
+        f"{name} " + ", ".join(f"{rate.rate:.1f} at {rate.rows}" for rate in rates)
+        for name, rates in by_name.items()
     )
-    return f"{told} rows, in billions of weights a second" if rates else None
+    return f"{products} rows, in billions of weights a second" if rates else None
 
 
 def _gib(size: int) -> str:

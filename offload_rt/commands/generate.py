@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     add_model(generate)
     prompts.add_arguments(generate)
-    add_sampling(generate, most=256)
+    add_sampling(generate, max_tokens=256)
     add_configuration(generate)
     sessions.add_arguments(generate)
 
@@ -64,19 +64,19 @@ def run(arguments: argparse.Namespace) -> int:
     text = prompts.read(arguments, console)
     check_early(arguments)
     seed = int.from_bytes(os.urandom(4)) if arguments.seed is None else arguments.seed
-    others = {"ignore_eos": arguments.ignore_eos, "json_schema": arguments.json_schema}
-    params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, **others)
+    options = {"ignore_eos": arguments.ignore_eos, "json_schema": arguments.json_schema}
+    params = distribution(arguments, stop=tuple(arguments.stop), seed=seed, **options)
     console.tokens["decode"] = params.max_tokens
-    kept = sessions.Sessions(arguments, console)
+    kept_sessions = sessions.Sessions(arguments, console)
     if not (arguments.prompts or arguments.stdin):
-        kept.check_exists("name a prompt, --prompt-file FILE")
+        kept_sessions.check_exists("name a prompt, --prompt-file FILE")
     with machine_errors_in_a_line():
         prompt = prompts.tokens(text, arguments, console)
     sizes = len(prompt), params.max_tokens
     with machine_errors_in_a_line(), open_llm(arguments, console, sizes) as llm:
         tell_model_sampling(llm, arguments, console)
         # A Ctrl-C during the prefill leaves nothing to report, so it is not caught here.
-        context = kept.open(llm, prompt, params.max_tokens)
+        context = kept_sessions.open(llm, prompt, params.max_tokens)
         events = context.stream(params=params)
         status, failure = write_text(events, params, console, as_tokens=isinstance(text, list))
         assert events.result is not None
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             console.summary(result)
             console.compare_with_plan(result, llm.plan)
             if failure is None and status in (0, INTERRUPTED):
-                kept.save(context)
+                kept_sessions.save(context)
             if arguments.compare_plain and not status and failure is None:
                 report["plain"] = _compare(context, result, params, console)
         except KeyboardInterrupt as interrupt:

@@ -47,8 +47,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     folders = [Path(folder) for folder in arguments.folders]
-    given = [one for one in arguments.folders if isinstance(one, str)]  # not by the settings
-    for folder in given:
+    named = [folder for folder in arguments.folders if isinstance(folder, str)]  # not by the settings
+    for folder in named:
         if not Path(folder).is_dir():
             raise UsageError(f"{folder}: there is no such folder; name one that holds models")
     from dataclasses import replace
@@ -64,11 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     hardware = replace(hardware, gpus=hardware.gpus[:1])
     dtype = partial(choose_element, arguments.dtype, bool(hardware.gpus))
     console.working("models", "reading configurations")
-    found = local_models(folders, console.notice)
-    plans = local_plans(found, load_configs(AUTO), hardware, dtype, arguments.context)
+    models = local_models(folders, console.notice)
+    plans = local_plans(models, load_configs(AUTO), hardware, dtype, arguments.context)
     console.clear()
     if arguments.json is not None:
-        write_json("--json", arguments.json, {"models": [one.to_json() for one in plans]})
+        write_json("--json", arguments.json, {"models": [plan.to_json() for plan in plans]})
     _show(plans, arguments.context)
     return 0
 
@@ -91,32 +91,32 @@ def _show(plans: Sequence[LocalPlan], context: int | None) -> None:
         "drafts (ms/token)",
     )
     shown = table.Table(*columns, box=None, pad_edge=False)
-    for one in plans:
-        if one.refusal is None:
-            shown.add_row(*_cells(one))
+    for plan in plans:
+        if plan.refusal is None:
+            shown.add_row(*_cells(plan))
     stdout.print(shown)
-    if refused := [one for one in plans if one.refusal is not None]:
-        others = table.Table("does not run", "architecture", "weights", "why", box=None, pad_edge=False)
-        for one in refused:
-            others.add_row(one.model.name, one.model.architecture, _weights(one), one.refusal)
-        stdout.print("", others)
+    if refused := [plan for plan in plans if plan.refusal is not None]:
+        refusals = table.Table("does not run", "architecture", "weights", "why", box=None, pad_edge=False)
+        for plan in refused:
+            refusals.add_row(plan.model.name, plan.model.architecture, _weights(plan), plan.refusal)
+        stdout.print("", refusals)
 
 
-def _cells(one: LocalPlan) -> list[str]:
+def _cells(local: LocalPlan) -> list[str]:
     """Returns the row of a model that runs."""
     from offload_rt.planning.local_plans import tokens
 
-    shape, most, plan = one.model.shape, one.longest, one.plan
-    assert shape is not None and most is not None
-    longest = tokens(most)
+    shape, longest_plan, plan = local.model.shape, local.longest, local.plan
+    assert shape is not None and longest_plan is not None
+    longest = tokens(longest_plan)
     return [
-        one.model.name,
-        one.model.architecture,
+        local.model.name,
+        local.model.architecture,
         _parameters(shape.parameters),
-        _weights(one),
+        _weights(local),
         f"all of its {longest:,}" if longest == shape.max_positions else f"{longest:,}",
         f"{plan.ms_per_token:.1f}" if plan is not None and plan.fits else "does not fit",
-        ", ".join(f"{draft.name} ({plan.ms_per_token:.1f})" for draft, plan in one.drafts) or "none",
+        ", ".join(f"{draft.name} ({plan.ms_per_token:.1f})" for draft, plan in local.drafts) or "none",
     ]
 
 
@@ -124,5 +124,5 @@ def _parameters(count: int) -> str:
     return f"{count / 1e9:.1f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
 
 
-def _weights(one: LocalPlan) -> str:
-    return f"{one.model.weight_bytes / GIB:.2f} GiB"
+def _weights(local: LocalPlan) -> str:
+    return f"{local.model.weight_bytes / GIB:.2f} GiB"

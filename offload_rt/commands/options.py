@@ -82,29 +82,29 @@ def add_rope(add: Add) -> None:
     add("--rope", type=Yarn.parse, metavar="yarn:FACTOR", help=meaning)
 
 
-def add_json(add: Add, what: str) -> None:
+def add_json(add: Add, content: str) -> None:
     """Adds `--json FILE`; refuses a file that cannot be written before any work."""
 
     def writable(name: str) -> Path:
         check_writable("--json", Path(name))
         return Path(name)
 
-    add("--json", type=writable, metavar="FILE", help=f"write {what} to FILE (default: nowhere)")
+    add("--json", type=writable, metavar="FILE", help=f"write {content} to FILE (default: nowhere)")
 
 
 def add_sampling(
-    parser: argparse.ArgumentParser, most: int, title: str = "sampling", exception: str = ""
+    parser: argparse.ArgumentParser, max_tokens: int, title: str = "sampling", exception: str = ""
 ) -> None:
     """Adds the flags of a generation: its length, its end and its distribution.
 
     Args:
-        most: tokens to generate by default.
+        max_tokens: tokens to generate by default.
         exception: added to the help on that default.
     """
     sampling = parser.add_argument_group(title)
     add = sampling.add_argument
-    meaning = f"generate at most N tokens (default: {most}{exception})"
-    add("-n", "--max-new-tokens", type=prompts.token_count, default=most, metavar="N", help=meaning)
+    meaning = f"generate at most N tokens (default: {max_tokens}{exception})"
+    add("-n", "--max-new-tokens", type=prompts.token_count, default=max_tokens, metavar="N", help=meaning)
     add_distribution(sampling)
     add("--seed", type=int, metavar="S", help="seed of sampling (default: random, shown in the summary)")
     stop = "end the text where STRING begins; may be repeated (default: none)"
@@ -116,12 +116,12 @@ def add_sampling(
     add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text token")
 
 
-def _schema(given: str) -> str:
+def _schema(value: str) -> str:
     """An argument type: a JSON schema, or a file that has one; returns its text, unchecked."""
-    if given.lstrip().startswith("{"):
-        return given
-    source = f"--json-schema {given}"
-    return decode(source, read_bytes(source, given, "give a JSON schema, or a file of one"))
+    if value.lstrip().startswith("{"):
+        return value
+    source = f"--json-schema {value}"
+    return decode(source, read_bytes(source, value, "give a JSON schema, or a file of one"))
 
 
 def add_distribution(sampling: argparse._ArgumentGroup) -> None:
@@ -166,7 +166,7 @@ def add_overrides(
     """Adds a flag for any key of a configuration, or for one `key`."""
     parser.add_argument(
         flag,
-        type=lambda given: parse_override(f"{key}={given}" if key else given),
+        type=lambda value: parse_override(f"{key}={value}" if key else value),
         action="append",
         default=[],
         dest="overrides",
@@ -208,11 +208,11 @@ def check_early(arguments: argparse.Namespace) -> None:
     load_configs(arguments.config, dict(arguments.overrides))
 
 
-def distribution(arguments: argparse.Namespace, **others: Any) -> SamplingParams:
-    """Returns sampling parameters from the flags of `add_distribution`, and `others`."""
+def distribution(arguments: argparse.Namespace, **further: Any) -> SamplingParams:
+    """Returns sampling parameters from the flags of `add_distribution`, and `further`."""
     from offload_rt.sampling.params import SamplingParams
 
-    return SamplingParams(**given_distribution(arguments), max_tokens=arguments.max_new_tokens, **others)
+    return SamplingParams(**given_distribution(arguments), max_tokens=arguments.max_new_tokens, **further)
 
 
 def given_distribution(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add = configuration.add_argument
     composition = "a name, a TOML file, or auto: the fastest of all (default: auto)"
     add("--config", default=AUTO, metavar="NAME|FILE", help=composition)
-    chosen = "speculation.gamma2 is chosen by the plan where it is 0"
-    add_overrides(configuration, f"sets any configuration key (default: the config's values); {chosen}")
+    hint = "speculation.gamma2 is chosen by the plan where it is 0"
+    add_overrides(configuration, f"sets any configuration key (default: the config's values); {hint}")
     same, small = (
         "acceptance of tokens that the target drafts over 1/32 of the context (default:"
         f" {SAME_MODEL_ACCEPTANCE}, as TriForce measured for Llama-2-7B, or {DEMO_ACCEPTANCE} for the demo)",
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     from offload_rt.model.dtypes import choose_element
     from offload_rt.planning.planner import ranked, requests_for, unquantized_experts
 
-    target, tokens, stretched = _target(arguments)
+    target, tokens, context_note = _target(arguments)
     hardware = named or _hardware(arguments)
     context, new_tokens = _sizes(tokens, arguments.new_tokens)
     dtype = choose_element(arguments.dtype, bool(hardware.gpus), target.dtype)
@@ -138,9 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
             )
         )
 
-    small, told = None, None
+    small, draft_note = None, None
     if needs_draft_model(configs):
-        small, told = _draft(arguments, target, lambda small: planned_with(small)[0])
+        small, draft_note = _draft(arguments, target, lambda small: planned_with(small)[0])
     plans = planned_with(small)
     if arguments.json is not None:
         write_json("--json", arguments.json, plan_report.to_json(plans))
@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
     notes += unquantized_experts(planned.request)
     if target.ignored and context > DUAL_CHUNK_TOKENS:
         notes.append(target.ignored)
-    notes += filter(None, (stretched, told))
+    notes += filter(None, (context_note, draft_note))
     lines = [f"note       {note}" for note in notes]
     if len(configs) == 1 and small is not None and len(planned.request.levels) > 1:
         ms = planned_with(None)[0].ms_per_token
@@ -177,25 +177,25 @@ def _target(arguments: argparse.Namespace) -> tuple[ModelShape, int, str | None]
     from offload_rt.model.rope import Yarn
     from offload_rt.model.shape import yarn_factor
 
-    name, rope, quantize, asked = arguments.model, arguments.rope, arguments.quantize, arguments.context
+    name, rope, quantize, context = arguments.model, arguments.rope, arguments.quantize, arguments.context
     target, new = find_shape(name, None, rope, quantize), arguments.new_tokens
-    needed = sum(_sizes(asked, new))
-    if needed <= target.max_positions:
-        return target, asked, None
-    if sum(_sizes(asked.decimal, new)) <= target.max_positions < asked:
+    length = sum(_sizes(context, new))
+    if length <= target.max_positions:
+        return target, context, None
+    if sum(_sizes(context.decimal, new)) <= target.max_positions < context:
         return (
             target,
-            asked.decimal,
+            context.decimal,
             (
-                f"planned for {asked.decimal:,} tokens: {asked:,} are more than the {target.max_positions:,}"
-                " positions of the model"
+                f"planned for {context.decimal:,} tokens: {context:,} are more than the"
+                f" {target.max_positions:,} positions of the model"
             ),
         )
-    factor = yarn_factor(target, needed) if rope is None and known_name(name) is not None else None
+    factor = yarn_factor(target, length) if rope is None and known_name(name) is not None else None
     if factor is None:
-        return target, asked, None
+        return target, context, None
     note = f"more than {target.max_positions:,} positions: run it with --rope yarn:{factor}, as planned here"
-    return find_shape(name, None, Yarn(factor), quantize), asked, note
+    return find_shape(name, None, Yarn(factor), quantize), context, note
 
 
 def _draft(
@@ -216,21 +216,21 @@ def _draft(
     source = model_source(arguments.model)
     if arguments.model not in DEMO_PARTS and not Path(source).is_dir() and "/" not in arguments.model:
         return None, f"draft auto: none; {arguments.model} is a shape alone, without a tokenizer"
-    chosen, _, told = choose_draft(local_drafts(target, source, load_tokenizer(source)), planned)
-    return None if chosen is None else chosen.shape, told
+    best, _, note = choose_draft(local_drafts(target, source, load_tokenizer(source)), planned)
+    return None if best is None else best.shape, note
 
 
 def _hardware(arguments: argparse.Namespace) -> Hardware:
     """Returns the machine that the flags describe, or this one."""
     names = [flag.removeprefix("--").replace("-", "_") for flag in ("--gpus", "--cpu", *FIGURES)]
-    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    if arguments.gpu == NO_GPU and (of_gpus := sorted({"gpus", "link", "vram"} & given.keys())):
+    values = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if arguments.gpu == NO_GPU and (of_gpus := sorted({"gpus", "link", "vram"} & values.keys())):
         raise UsageError(f"--{of_gpus[0]} describes a GPU, and --gpu {NO_GPU} has none: leave it out")
     if arguments.gpu is not None:
-        return named_hardware(arguments.gpu, **given)
-    count = given.pop("gpus", None)
-    if given:
-        flag = "--" + next(iter(given)).replace("_", "-")
+        return named_hardware(arguments.gpu, **values)
+    count = values.pop("gpus", None)
+    if values:
+        flag = "--" + next(iter(values)).replace("_", "-")
         raise UsageError(f"{flag} describes another machine: name its GPU with --gpu NAME, or --gpu none")
     from offload_rt.machine.inspection import inspect
 

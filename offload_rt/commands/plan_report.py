@@ -20,11 +20,11 @@ def lines(plans: Sequence[Plan], notes: Sequence[str], verbose: bool) -> Iterato
         notes: lines on how the plan was made, each with its heading.
         verbose: the placement, the times of a round and what the plan assumes, too.
     """
-    planned, *others = plans
+    planned, *rest = plans
     predicted = planned.check()
     yield verdict(planned, predicted)
     yield _subject(planned)
-    if others:
+    if rest:
         yield f"config     {comparison(plans)}"
     if verbose:
         yield from _placement(planned)
@@ -38,8 +38,8 @@ def lines(plans: Sequence[Plan], notes: Sequence[str], verbose: bool) -> Iterato
 
 def to_json(plans: Sequence[Plan]) -> dict[str, object]:
     """Returns the first of `ranked` plans as JSON values, with its inputs and the alternatives to it."""
-    planned, *others = plans
-    request = planned.request
+    plan, *rest = plans
+    request = plan.request
     inputs = {
         "model": _model(request.target),
         "draft": _model(request.draft) if request.draft is not None else None,
@@ -51,15 +51,15 @@ def to_json(plans: Sequence[Plan]) -> dict[str, object]:
     }
     alternatives = [
         {
-            "config": one.request.config.name,
-            "fits": one.fits,
-            "ms_per_token": one.predicted.ms_per_token if one.predicted else None,
-            "refusal": one.refusal,
+            "config": plan.request.config.name,
+            "fits": plan.fits,
+            "ms_per_token": plan.predicted.ms_per_token if plan.predicted else None,
+            "refusal": plan.refusal,
         }
-        for one in others
+        for plan in rest
     ]
     origin = {"version": offload_rt.__version__, "inputs": inputs}
-    return origin | planned.to_json() | {"alternatives": alternatives}
+    return origin | plan.to_json() | {"alternatives": alternatives}
 
 
 def _model(shape: ModelShape) -> dict[str, object]:
@@ -78,7 +78,7 @@ def verdict(planned: Plan, predicted: Prediction) -> str:
     request = planned.request
     hardware, memory = request.hardware, list[str]()
     if gpus := hardware.gpus:
-        used, whole = (
+        needed, whole = (
             sum(sizes) / GIB
             for sizes in (
                 [sum(parts.values()) for parts in planned.gpus],
@@ -86,7 +86,7 @@ def verdict(planned: Plan, predicted: Prediction) -> str:
             )
         )
         of = "GPU memory" if len(gpus) == 1 else f"the memory of {len(gpus)} GPUs"
-        memory.append(f"{used:.1f} of {whole:.1f} GiB of {of}")
+        memory.append(f"{needed:.1f} of {whole:.1f} GiB of {of}")
     host = sum(planned.host.values()) / GIB
     memory.append(f"{host:.0f} of {hardware.host.memory_bytes / GIB:.0f} GiB of RAM")
     ms = predicted.ms_per_token
@@ -121,12 +121,12 @@ def _placement(plan: Plan) -> Iterator[str]:
         "streamed": placement.streamed_bytes,
     }
     whole, target = sum(shares.values()), request.target
-    told = (f"{name} {size / GIB:.2f} GiB ({size / whole:.0%})" for name, size in shares.items() if size)
+    figures = (f"{name} {size / GIB:.2f} GiB ({size / whole:.0%})" for name, size in shares.items() if size)
     paged = f" in {target.paged_layers} of {target.layers} layers" if target.kinds.local else ""
     if target.paged_layers:
-        yield f"KV         {whole / GIB:.2f} GiB{paged}: {'; '.join(told)}"
-        if (stored := plan.request.stored).packed:
-            size, bits = plan.host["kv"] / GIB, 16 * stored.stored_share
+        yield f"KV         {whole / GIB:.2f} GiB{paged}: {'; '.join(figures)}"
+        if (layout := plan.request.store_layout).packed:
+            size, bits = plan.host["kv"] / GIB, 16 * layout.stored_share
             packed = f"full pages are packed to {bits:.1f} bits per value"
             yield f"store      {size:.2f} GiB of CPU memory: {packed}"
         if request.retrieves:
@@ -168,16 +168,16 @@ def _groups(planned: Plan) -> Iterator[str]:
         return
     request = planned.request
     forms = [plan(request.having("offload.group_devices", devices)) for devices in (1, 2)]
-    told = [
-        f"draft {one.predicted.draft_ms:.1f} ms, {one.ms_per_token:.1f} ms per token"
-        if one.predicted
+    figures = [
+        f"draft {form.predicted.draft_ms:.1f} ms, {form.ms_per_token:.1f} ms per token"
+        if form.predicted
         else "does not fit"
-        for one in forms
+        for form in forms
     ]
     names, exchanges = ("one GPU", "two"), "+".join(str(groups.exchanges) for groups in request.groups)
     yield (
-        f"groups     on {names[planned.group_devices - 1]} as planned; on one: {told[0]}; on two: {told[1]}"
-        f" ({exchanges} exchanges a pass)"
+        f"groups     on {names[planned.group_devices - 1]} as planned; on one: {figures[0]}; on two:"
+        f" {figures[1]} ({exchanges} exchanges a pass)"
     )
 
 
@@ -194,6 +194,6 @@ def _local(target: ModelShape, parts: dict[str, int]) -> Iterator[str]:
         yield f"states     {size:.2f} GiB: {copies} copies, in {len(kinds.recurrent)} layers"
 
 
-def _memory(where: str, parts: dict[str, int], available: int) -> str:
+def _memory(place: str, parts: dict[str, int], available: int) -> str:
     """Returns a line on the memory of one place: the sum and its two largest parts."""
-    return f"{where:10} {sum(parts.values()) / GIB:.2f} of {available / GIB:.2f} GiB: {largest(parts, 2)}"
+    return f"{place:10} {sum(parts.values()) / GIB:.2f} of {available / GIB:.2f} GiB: {largest(parts, 2)}"

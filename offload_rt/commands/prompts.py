@@ -36,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (TOKENS, "FILE", ids),
     ):
 
-        def given(value: str, flag: str = flag) -> tuple[str, str]:
+        def with_flag(value: str, flag: str = flag) -> tuple[str, str]:
             return flag, value
 
         meaning += " (default: none)"
-        add(flag, type=given, action="append", dest="prompts", default=[], metavar=metavar, help=meaning)
+        add(flag, type=with_flag, action="append", dest="prompts", default=[], metavar=metavar, help=meaning)
     add("stdin", nargs="?", metavar="-", help="read a text from stdin; it follows the other prompts")
     add_encoding(add)
     limit = f"keep the last N tokens (default: all, or {BUILT_IN_TOKENS} of the built-in prompt)"

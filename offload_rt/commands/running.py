@@ -123,14 +123,14 @@ def _write_events(
     stdout_works = True
     try:
         with machine_errors_in_a_line(), closing(events):
-            for made, event in enumerate(events, 1):
-                piece = f"{' ' * (made > 1)}{event.token}" if as_tokens else event.text
+            for count, event in enumerate(events, 1):
+                piece = f"{' ' * (count > 1)}{event.token}" if as_tokens else event.text
                 written += len(piece)
                 piece = piece if thoughts is None else thoughts.push(piece)[1]
                 if piece:
                     console.before_text()
                     _write(piece, console)
-                console.progress("decode", made, params.max_tokens)
+                console.progress("decode", count, params.max_tokens)
     except KeyboardInterrupt as interrupt:
         status = status_of(interrupt)
     except MachineError as error:

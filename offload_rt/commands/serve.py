@@ -62,8 +62,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add(
         "--queue", type=prompts.positive, default=64, metavar="N", help="requests that may wait (default: 64)"
     )
-    kept = "KV of contexts kept in memory, in GiB (default: half of the memory that is free)"
-    add("--keep", type=_gib, metavar="GiB", help=kept)
+    meaning = "KV of contexts kept in memory, in GiB (default: half of the memory that is free)"
+    add("--keep", type=_gib, metavar="GiB", help=meaning)
     body = "largest request in MiB (default: 64)"
     add("--max-body", type=prompts.positive, default=64, metavar="MiB", help=body)
     cors = "site whose pages may use the server, as http://localhost:3000; may be repeated (default: none)"
@@ -115,19 +115,19 @@ def _listening(host: str, port: int) -> socket.socket:
     """Returns a socket that is bound to an address. Raises UsageError where that is not possible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            bound.bind(address)
-            bound.listen(128)
+            listener.bind(address)
+            listener.listen(128)
         except BaseException:
-            bound.close()
+            listener.close()
             raise
     except OSError as error:
         raise UsageError(
             f"{host}:{port}: cannot listen there ({error.strerror}); name another --port"
         ) from None
-    return bound
+    return listener
 
 
 def _serve(llm: LLM, listening: socket.socket, arguments: argparse.Namespace, console: Console) -> None:
@@ -143,11 +143,11 @@ def _serve(llm: LLM, listening: socket.socket, arguments: argparse.Namespace, co
 
     name = arguments.name or Path(llm.engine.target.name).name
     on_gpu = llm.engine.target.device.type == "cuda"
-    kept = available_memory() * KEPT_SHARE if arguments.keep is None else arguments.keep * GIB
+    kept_bytes = available_memory() * KEPT_SHARE if arguments.keep is None else arguments.keep * GIB
     metrics = Metrics()
     worker = Worker(
         llm,
-        PrefixPool(llm, int(kept), saved.cache(arguments), console.notice),
+        PrefixPool(llm, int(kept_bytes), saved.cache(arguments), console.notice),
         metrics,
         parallel=arguments.parallel or (GPU_PARALLEL if on_gpu else CPU_PARALLEL),
         waiting=arguments.queue,

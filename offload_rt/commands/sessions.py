@@ -44,8 +44,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     ):
         parser = actions.add_parser(action, help=meaning, description=meaning, allow_abbrev=False)
         parser.set_defaults(run=run)
-        where = f"the folder to look at (default: {SETTING}, or {DEFAULT_FOLDER})"
-        parser.add_argument("--cache", metavar="DIR", default=SettingDefault("cache", CACHE_ON), help=where)
+        help_text = f"the folder to look at (default: {SETTING}, or {DEFAULT_FOLDER})"
+        parser.add_argument(
+            "--cache", metavar="DIR", default=SettingDefault("cache", CACHE_ON), help=help_text
+        )
         if action == "rm":
             parser.add_argument("names", nargs="+", metavar="NAME", help="as list shows it")
         elif action == "list":
@@ -53,23 +55,25 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    found = _files(arguments.cache)
-    entries = found.entries()
+    files = _files(arguments.cache)
+    entries = files.entries()
     if arguments.json is not None:
         listed = [
-            {"name": one.name, "cached": one.cached, "tokens": one.tokens, "bytes": one.nbytes}
-            | {"model": one.model, "last_used": one.used}
-            for one in entries
+            {"name": entry.name, "cached": entry.cached, "tokens": entry.tokens, "bytes": entry.nbytes}
+            | {"model": entry.model, "last_used": entry.last_used}
+            for entry in entries
         ]
-        write_json("--json", arguments.json, {"folder": str(found.folder), "sessions": listed})
+        write_json("--json", arguments.json, {"folder": str(files.folder), "sessions": listed})
     if not entries:
-        print(f"no sessions in {found.folder}")
+        print(f"no sessions in {files.folder}")
         return 0
-    width = max(len(one.name) for one in entries)
-    for one in entries:
-        tokens = "corrupt" if one.tokens is None else f"{one.tokens:,} tokens"
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used))
-        print(f"{one.name:{width}}  {tokens:>17}  {one.nbytes / GIB:7.2f} GiB  {used}  {one.model}")
+    width = max(len(entry.name) for entry in entries)
+    for entry in entries:
+        tokens = "corrupt" if entry.tokens is None else f"{entry.tokens:,} tokens"
+        last_used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used))
+        print(
+            f"{entry.name:{width}}  {tokens:>17}  {entry.nbytes / GIB:7.2f} GiB  {last_used}  {entry.model}"
+        )
     return 0
 
 
@@ -114,9 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_cache(add: Add) -> None:
     """Adds `--cache` and `--cache-limit`."""
-    where = f"keep read prompts on disk, and read on from there; on: in {DEFAULT_FOLDER}"
-    where += f" (default: {SETTING}, or off)"
-    add("--cache", default=SettingDefault("cache", CACHE_OFF), metavar="DIR|on|off", help=where)
+    meaning = f"keep read prompts on disk, and read on from there; on: in {DEFAULT_FOLDER}"
+    meaning += f" (default: {SETTING}, or off)"
+    add("--cache", default=SettingDefault("cache", CACHE_OFF), metavar="DIR|on|off", help=meaning)
     limit = "most GiB of cached prompts, the least recently used go first"
     limit += f" (default: {SETTING}, or a tenth of the free disk)"
     add("--cache-limit", type=_gib, default=SettingDefault("cache_limit_gib"), metavar="GIB", help=limit)
@@ -161,8 +165,8 @@ class Sessions:
         """Raises UsageError for a session that does not exist yet, where the user gave nothing to read."""
         if self._name is None or self._folder is None or self._folder.path(self._name).exists():
             return
-        where = f"there is none of that name in {self._folder.folder}"
-        raise UsageError(f"session {self._name}: {where}; {self._folder.known()}. To begin it, {remedy}")
+        reason = f"there is none of that name in {self._folder.folder}"
+        raise UsageError(f"session {self._name}: {reason}; {self._folder.listing()}. To begin it, {remedy}")
 
     def chat(self) -> tuple[list[Message] | None, datetime | None]:
         """Returns the chat messages of the session, and when they were rendered; None: it has none."""
@@ -182,9 +186,9 @@ class Sessions:
         if self._folder is None:
             return llm.read(tokens, room)
         self._check_beginning(self._folder, list(tokens))
-        context, there = self._folder.open(llm, tokens, room, self._name, cache=self._cached)
-        what = "cache" if self._name is None else self._name
-        self._console.say(f"session    {what}: {there:,} of {len(tokens):,} tokens were there")
+        context, common = self._folder.open(llm, tokens, room, self._name, cache=self._cached)
+        name = "cache" if self._name is None else self._name
+        self._console.say(f"session    {name}: {common:,} of {len(tokens):,} tokens were there")
         return context
 
     def _check_beginning(self, folder: SessionFolder, tokens: list[int]) -> None:
@@ -195,11 +199,11 @@ class Sessions:
         from offload_rt.text.tokenize import common_beginning
 
         with ContextFile(path) as saved:
-            held, common = len(saved.tokens), common_beginning(saved.tokens, tokens)
-        if 2 * common < held:
+            length, common = len(saved.tokens), common_beginning(saved.tokens, tokens)
+        if 2 * common < length:
             raise UsageError(
-                f"session {self._name} holds {held:,} tokens, and the prompt begins like {common:,} of them:"
-                f" name another session, or remove it, offload-rt sessions rm {self._name}"
+                f"session {self._name} holds {length:,} tokens, and the prompt begins like {common:,} of"
+                f" them: name another session, or remove it, offload-rt sessions rm {self._name}"
             )
 
     def save(self, context: Context) -> None:

@@ -76,8 +76,8 @@ class DraftShape:
             return cls()
         if text == AUTO:
             return cls(AUTO)
-        kind, _, given = text.partition(":")
-        written = given.split(",")
+        kind, _, values = text.partition(":")
+        written = values.split(",")
         if all(re.fullmatch("0*[1-9][0-9]{0,18}", number) for number in written):
             numbers = tuple(map(int, written))
             if kind == "tree":
@@ -134,7 +134,7 @@ class DraftShape:
             return [self]
         if self.kind == AUTO:
             grown = (DraftShape("grown", nodes=nodes) for nodes in (16, 32, 64))
-            return [one for kind in (CHAIN, *grown) for one in kind.candidates()]
+            return [candidate for kind in (CHAIN, *grown) for candidate in kind.candidates()]
         if self.nodes:
             return [self.deep(depth) for depth in DRAFT_LENGTHS if depth <= self.nodes]
         shallowest, *deeper = map(self.deep, DRAFT_LENGTHS)
@@ -149,8 +149,8 @@ class DraftShape:
             return _planned(rates, self.nodes).tokens(self.depth)
         acceptance = rates[0]
         beside = 1.0 - 1.0 / max(1, self.per_pass)
-        saved = SECOND_CHOICE * beside if self.kind != "chain" else 0.0
-        return expected_tokens(acceptance + (1.0 - acceptance) * saved, self.depth)
+        second_chance = SECOND_CHOICE * beside if self.kind != "chain" else 0.0
+        return expected_tokens(acceptance + (1.0 - acceptance) * second_chance, self.depth)
 
 
 def _planned(rates: Sequence[float], nodes: int) -> TreePlan:

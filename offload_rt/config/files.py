@@ -70,7 +70,7 @@ def read_config(
             sections[section][name] = _typed(key, value)
         if "speculation.levels" not in sources:
             raise UsageError(f"{path}: speculation.levels is missing: a list of levels, or []")
-        config = Config(path.stem, **{name: _SECTIONS[name](**given) for name, given in sections.items()})
+        config = Config(path.stem, **{name: _SECTIONS[name](**values) for name, values in sections.items()})
         check(config)
         return config
     except InvalidValue as error:
@@ -91,10 +91,10 @@ def _blamed(error: InvalidValue, sources: Mapping[str, str]) -> str:
     section_key = ".".join(error.key.split(".")[:2])  # the keys of a level stand below `speculation.levels`
     if section_key in sources:
         return f"{sources[section_key]}: {error}"
-    given = next((key for key in sources if f"{key} = " in str(error)), None)
-    if given is None:
+    key = next((key for key in sources if f"{key} = " in str(error)), None)
+    if key is None:
         return f"default: {error}"
-    return f"{sources[given]}: {given} does not go with the default of another key: {error}"
+    return f"{sources[key]}: {key} does not go with the default of another key: {error}"
 
 
 def parse_override(text: str) -> tuple[str, object]:
@@ -179,7 +179,7 @@ def _written(value: object) -> str:
         # A TOML string escapes what a JSON string does, and DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {_written(each)}' for key, each in value.items())} }}"
+        return f"{{ {', '.join(f'{key} = {_written(item)}' for key, item in value.items())} }}"
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"
     return str(value).lower() if isinstance(value, bool) else repr(value)
@@ -187,8 +187,8 @@ def _written(value: object) -> str:
 
 def _changed(part: Any) -> dict[str, object]:
     """Returns the values of a section, or of a level, that differ from their defaults."""
-    given = {key.name: (getattr(part, key.name), key.default) for key in fields(part)}
-    return {name: _plain(value) for name, (value, default) in given.items() if value != default}
+    values = {key.name: (getattr(part, key.name), key.default) for key in fields(part)}
+    return {name: _plain(value) for name, (value, default) in values.items() if value != default}
 
 
 def _plain(value: object) -> object:

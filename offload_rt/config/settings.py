@@ -52,8 +52,8 @@ class SettingDefault:
 
 def settings_file() -> tuple[Path, str]:
     """Returns the path of the settings file, which may be missing, and where the path comes from."""
-    if given := os.environ.get(VARIABLE):
-        return Path(given), f"environment, {VARIABLE}"
+    if path := os.environ.get(VARIABLE):
+        return Path(path), f"environment, {VARIABLE}"
     import platformdirs  # here, as a program's help need not wait for it
 
     folder = platformdirs.user_config_path("offload_rt", appauthor=False)
@@ -68,10 +68,10 @@ def load_settings() -> Settings:
     """
     path, _ = settings_file()
     stated = read_tables(path) if os.path.exists(path) else {}
-    known = [key.name for key in fields(Settings)]
+    names = [key.name for key in fields(Settings)]
     for key in stated:
-        if key not in known:
-            raise UsageError(f"{path}: unknown key {key}{nearest(key, known)}")
+        if key not in names:
+            raise UsageError(f"{path}: unknown key {key}{nearest(key, names)}")
     try:
         return Settings(**{key: _READERS[key](key, value, path.parent) for key, value in stated.items()})
     except InvalidValue as error:
@@ -84,14 +84,16 @@ def fill_in(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: see `load_settings`.
     """
-    missing = {name: one for name, one in vars(arguments).items() if isinstance(one, SettingDefault)}
-    if not missing:
+    unset = {
+        name: argument for name, argument in vars(arguments).items() if isinstance(argument, SettingDefault)
+    }
+    if not unset:
         return
     settings = load_settings()
     # A draft that is named goes with the settings' target; without one, with any that the user names.
     named_model = "model" in arguments and not isinstance(arguments.model, SettingDefault)
     unfit = settings.draft not in (None, AUTO, NO_DRAFT) and named_model == (settings.model is not None)
-    for name, default in missing.items():
+    for name, default in unset.items():
         value = getattr(settings, default.key)
         if default.key == "draft" and unfit:
             value = None
@@ -107,11 +109,11 @@ def _text(key: str, value: object, folder: Path) -> str:
 
 
 def _one_of(allowed: Callable[[str], object], names: str) -> Callable[[str, object, Path], str]:
-    def read(key: str, value: object, folder: Path) -> str:
+    def reader(key: str, value: object, folder: Path) -> str:
         require(isinstance(value, str) and bool(allowed(value)), key, value, f"must be {names}")
         return str(value)
 
-    return read
+    return reader
 
 
 def _folder(key: str, value: object, folder: Path) -> Path:
@@ -119,9 +121,11 @@ def _folder(key: str, value: object, folder: Path) -> Path:
 
 
 def _folders(key: str, value: object, folder: Path) -> tuple[Path, ...]:
-    listed = value if isinstance(value, list) and all(isinstance(one, str) and one for one in value) else None
+    listed = (
+        value if isinstance(value, list) and all(isinstance(item, str) and item for item in value) else None
+    )
     require(listed is not None, key, value, "must be a list of folders")
-    return tuple(_folder(key, one, folder) for one in listed or ())
+    return tuple(_folder(key, item, folder) for item in listed or ())
 
 
 def _cache(key: str, value: object, folder: Path) -> Path | str:

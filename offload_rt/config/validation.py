@@ -30,8 +30,8 @@ def require_type(expected: Any, key: str, value: Any) -> None:
     """Raises InvalidValue where `value` is not of the annotated type or outside its bounds."""
     if get_origin(expected) is Literal:
         allowed = get_args(expected)
-        known = any(type(value) is type(one) and value == one for one in allowed)  # true equals 1
-        require(known, key, value, f"must be one of {', '.join(map(str, allowed))}")
+        matches = any(type(value) is type(choice) and value == choice for choice in allowed)  # true equals 1
+        require(matches, key, value, f"must be one of {', '.join(map(str, allowed))}")
         return
     kind, *bounds = get_args(expected) or (expected,)
     # bool is a subclass of int, and `true` is no number of tokens.
@@ -40,8 +40,8 @@ def require_type(expected: Any, key: str, value: Any) -> None:
         raise InvalidValue(key, value, "must be a number of at most 63 bits")
     for least in bounds[:1]:
         require(value >= least, key, value, f"must be at least {least}")
-    for most in bounds[1:]:
-        require(value <= most, key, value, f"must be at most {most}")
+    for limit in bounds[1:]:
+        require(value <= limit, key, value, f"must be at most {limit}")
 
 
 def shown(value: object) -> str:
@@ -53,9 +53,9 @@ def shown(value: object) -> str:
     return repr(list(value) if isinstance(value, tuple) else value)
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
     """Returns the end of an error about an unknown word: the nearest known one and the whole list."""
-    known = list(known)
-    close = difflib.get_close_matches(given, known, n=1)
+    words = list(words)
+    close = difflib.get_close_matches(word, words, n=1)
     guess = f"; did you mean {close[0]}?" if close else ";"
-    return f"{guess} there are {', '.join(known)}"
+    return f"{guess} there are {', '.join(words)}"

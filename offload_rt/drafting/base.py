@@ -94,9 +94,9 @@ class Round:
 class Proposal:
     """A draft that is drawn step by step. The base class holds one that was made at once."""
 
-    def __init__(self, made: Draft | None = None) -> None:
+    def __init__(self, draft: Draft | None = None) -> None:
         # An empty one is its own: on a device, tokens are remembered there.
-        self._made = Draft() if made is None else made
+        self._draft = Draft() if draft is None else draft
 
     def step(self) -> Work[bool]:
         """Draws some more tokens and brings them to the host; returns False once the draft is complete."""
@@ -111,16 +111,16 @@ class Proposal:
 
     def draft(self) -> Draft:
         """Returns the tokens that have been drawn so far."""
-        return self._made
+        return self._draft
 
-    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
+    def outcomes(self, limit: int, acceptance: float) -> Work[list[Outcome]]:
         """Returns outcomes that a verification of the draft may yield, the likeliest first.
 
         The draft's tokens are on the host by now. The base class returns none: a draft that was made at once
         took no time that could be hidden.
 
         Args:
-            most: number of outcomes at most.
+            limit: number of outcomes at most.
             acceptance: chance that the verifier accepts a drafted token, by what has been seen of the
                 sequence.
         """
@@ -144,9 +144,9 @@ class DraftAhead:
 
     def step(self) -> Work[bool]:
         """Draws another level and brings its tokens to the host; returns False once all is drawn."""
-        drawn = yield from self._proposal.step()
-        self.depth += drawn
-        return drawn
+        deepened = yield from self._proposal.step()
+        self.depth += deepened
+        return deepened
 
     def proposals(self) -> dict[Outcome, Proposal]:
         """Returns what has been drawn, by outcome; the rest may be drawn later."""

@@ -68,34 +68,34 @@ class Datastore(Source):
 
     def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
         """Returns continuations of the longest end of `view` that something follows."""
-        asked = view.part(max(0, len(view) - self._longest))
+        suffix = view.part(max(0, len(view) - self._longest))
         # A longer end occurs only where the shorter ones do.
-        sizes = range(1, len(asked) + 1)
-        longest = bisect_left(sizes, True, key=lambda size: not self._span(asked[-size:]))
+        sizes = range(1, len(suffix) + 1)
+        longest = bisect_left(sizes, True, key=lambda size: not self._span(suffix[-size:]))
         for size in range(longest, 0, -1):
-            span = self._span(asked[-size:])
+            span = self._span(suffix[-size:])
             count = min(self._occurrences, len(span))
             places = [span[at * len(span) // count] for at in range(count)]
             starts = (self._order[places] + size).tolist()
-            if found := [one for start in starts if (one := self._text(start, depth))]:
-                return found
+            if texts := [text for start in starts if (text := self._text(start, depth))]:
+                return texts
         return []
 
     def _text(self, start: int, count: int) -> list[int]:
         tokens: list[int] = self._tokens[start : start + count].tolist()
         return tokens[: tokens.index(END)] if END in tokens else tokens
 
-    def _span(self, asked: list[int]) -> range:
-        """Returns the range of suffixes, in their order, that begin with `asked`."""
+    def _span(self, suffix: list[int]) -> range:
+        """Returns the range of suffixes, in their order, that begin with `suffix`."""
 
         def begins(at: int) -> list[int]:
             start = int(self._order[at])
-            tokens: list[int] = self._tokens[start : start + len(asked)].tolist()
+            tokens: list[int] = self._tokens[start : start + len(suffix)].tolist()
             return tokens
 
         suffixes = range(len(self._order))
-        first = bisect_left(suffixes, asked, key=begins)
-        return range(first, bisect_right(suffixes, asked, first, key=begins))
+        first = bisect_left(suffixes, suffix, key=begins)
+        return range(first, bisect_right(suffixes, suffix, first, key=begins))
 
 
 BUILD = "offload-rt datastore build FOLDER"
@@ -116,15 +116,15 @@ def _opened(path: Path, version: tuple[int, ...]) -> tuple[Tensor, Tensor, str, 
     Returns:
         Its tokens `[n]`, the order of their suffixes `[n]`, the tokenizer's fingerprint and the largest ID.
     """
-    stored, about = read_tensors(path, "datastore", KIND, f"build one: {BUILD}")
-    if set(stored) != {"tokens", "order"} or about.get("checksum") != _checksum(stored):
+    tensors, about = read_tensors(path, "datastore", KIND, f"build one: {BUILD}")
+    if set(tensors) != {"tokens", "order"} or about.get("checksum") != _checksum(tensors):
         raise UsageError(f"datastore {path}: is damaged (its checksum differs); build it again: {BUILD}")
-    return stored["tokens"], stored["order"], about.get("fingerprint", ""), int(stored["tokens"].max())
+    return tensors["tokens"], tensors["order"], about.get("fingerprint", ""), int(tensors["tokens"].max())
 
 
-def _checksum(stored: Mapping[str, Tensor]) -> str:
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
     """Returns the checksum of tokens and order."""
-    return f"{checksum(*(stored[name].numpy().data for name in ('tokens', 'order'))):08x}"
+    return f"{checksum(*(tensors[name].numpy().data for name in ('tokens', 'order'))):08x}"
 
 
 def build(texts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, path: Path) -> int:
@@ -134,9 +134,9 @@ def build(texts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, pa
         OSError, SafetensorError: it cannot be written.
     """
     tokens = torch.tensor([token for text in texts for token in (*text, END)], dtype=torch.int32)
-    stored = {"tokens": tokens, "order": suffix_order(tokens)}
-    about = {"kind": KIND, "fingerprint": fingerprint(tokenizer), "checksum": _checksum(stored)}
-    write_tensors(path, stored, about)
+    tensors = {"tokens": tokens, "order": suffix_order(tokens)}
+    about = {"kind": KIND, "fingerprint": fingerprint(tokenizer), "checksum": _checksum(tensors)}
+    write_tensors(path, tensors, about)
     return len(tokens) - len(texts)
 
 

@@ -22,7 +22,7 @@ from offload_rt.drafting.base import DraftAhead, Outcome, Proposal, TokenView
 from offload_rt.drafting.outcomes import LIKELY, chain_outcomes, doubt_scale
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.model.passes import PassOutput
-from offload_rt.model.work import Read, Work
+from offload_rt.model.work import CopyToHost, Work
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.sampler import choices
 from offload_rt.sampling.tokens import Tokens
@@ -54,24 +54,24 @@ class NodeEntries:
         Returns:
             Tokens that it lacks: the end of the sequence, and nodes of these levels.
         """
-        held = self._cache.speculative
-        if self._changes == held.changes:
+        speculative = self._cache.speculative
+        if self._changes == speculative.changes:
             return [], []
         sequence = view.part(self._cache.verified_length)
         # Before the first level, logits are wanted after the sequence's last token: it goes through the model
         # again.
-        kept = held.match(sequence if levels else sequence[:-1])
-        missing = sequence[len(kept) :]
+        matched = speculative.match(sequence if levels else sequence[:-1])
+        missing = sequence[len(matched) :]
         before = [token for level in levels[:-1] for token in level.known]
-        found = kept[-1:]
+        path = matched[-1:]
         if not missing:
             for parent, token in zip(parents, before, strict=False):
-                entry = held.child(found[1 + parent], token)
+                entry = speculative.child(path[1 + parent], token)
                 if entry is None:
                     break
-                found.append(entry)
-        nodes = found[1:]
-        self._cache.keep([*kept, *nodes])
+                path.append(entry)
+        nodes = path[1:]
+        self._cache.keep([*matched, *nodes])
         self._entries = list(range(len(sequence) - 1, len(sequence) + len(nodes)))
         return missing, before[len(nodes) :]
 
@@ -147,8 +147,8 @@ class Growth(Proposal, ABC):
             yield from self._pass(entries.chain(len(sequence)), sequence, first=True)
             sequence = []
         parents = [*entries.chain(len(sequence)), *entries.place(self._parents, len(sequence))]
-        known = [*sequence, *nodes]
-        logits = yield from self._pass(parents, known, newest, len(self._newest), first=bool(sequence))
+        ids = [*sequence, *nodes]
+        logits = yield from self._pass(parents, ids, newest, len(self._newest), first=bool(sequence))
         entries.settle()
         processor, stats = self._verifier.sampling.processor, self._verifier.stats
         return (yield from processor.process(logits, self._view, self._levels, self._parents, stats))
@@ -156,18 +156,18 @@ class Growth(Proposal, ABC):
     def _pass(
         self,
         parents: Sequence[int],
-        known: Sequence[int],
-        drawn: Tokens | None = None,
+        ids: Sequence[int],
+        draft: Tokens | None = None,
         rows: int = 1,
         *,
         first: bool = False,
     ) -> Work[Tensor]:
         """A pass whose tokens stay in the cache; the logits of the last `rows`."""
-        output: PassOutput = yield self._verifier.forward(parents, known, drawn, rows=rows, first=first)
+        output: PassOutput = yield self._verifier.forward(parents, ids, draft, rows=rows, first=first)
         self._verifier.cache.commit(range(len(parents)))
         return output.logits
 
-    def _offered(self, logits: Tensor, most: int) -> Tensor:
+    def _offered(self, logits: Tensor, count: int) -> Tensor:
         """Returns what the children of each newest node are drawn from, one row a node.
 
         Returns:
@@ -177,50 +177,50 @@ class Growth(Proposal, ABC):
         if sampler.greedy:
             offered = choices(logits)[:, None]  # among equals the lowest id, as the verifier takes it
             probe = logits.gather(1, offered)
-            if most > 1:
-                best = logits.topk(most).indices
+            if count > 1:
+                best = logits.topk(count).indices
                 # Among equals another one may come first there: it takes that one's place.
-                rest = torch.where(best == offered, best[:, :1], best)[:, 1:]
-                offered = torch.cat([offered, rest], 1)
+                others = torch.where(best == offered, best[:, :1], best)[:, 1:]
+                offered = torch.cat([offered, others], 1)
         else:
             offered = sampler.probs(logits)
             probe = offered[:, 0]
         self._nan = probe.isnan().any()
         return offered
 
-    def _draw(self, children: Sequence[Child], left: Tensor) -> None:
+    def _draw(self, children: Sequence[Child], offered: Tensor) -> None:
         """Adds children to the draft, the eldest of all nodes first.
 
         Args:
-            left: what each node's next child is drawn from, as it was offered; the newest node's comes last.
+            offered: what each node's next child is drawn from, see `_offered`; the newest node's comes last.
         """
-        sampling, behind = self._verifier.sampling, len(left) - len(self._parents)
+        sampling, behind = self._verifier.sampling, len(offered) - len(self._parents)
 
-        def rows(some: Sequence[Child]) -> Tensor:
-            return on_device(tuple(behind + parent for parent, _ in some), left.device)
+        def rows(nodes_and_ranks: Sequence[Child]) -> Tensor:
+            return on_device(tuple(behind + parent for parent, _ in nodes_and_ranks), offered.device)
 
         if sampling.sampler.greedy:
-            drawn = left[rows(children), on_device(tuple(rank for _, rank in children), left.device)]
+            tokens = offered[rows(children), on_device(tuple(rank for _, rank in children), offered.device)]
         else:
             pieces = []
             for _, siblings in groupby(children, key=itemgetter(1)):
                 at = rows(list(siblings))
-                probs = left[at]
+                probs = offered[at]
                 self._probs.append(probs)
                 pieces.append(sampling.draws.categorical(probs))
                 if self._shape.kind not in ("chain", "sequences"):
-                    left[at] = without(probs, pieces[-1])
-            drawn = torch.cat(pieces)
-        self._levels.append(Tokens(tensor=drawn, nan=self._nan, on_nan=self._trace_nan))
+                    offered[at] = without(probs, pieces[-1])
+            tokens = torch.cat(pieces)
+        self._levels.append(Tokens(tensor=tokens, nan=self._nan, on_nan=self._trace_nan))
         self._newest = range(len(self._parents), len(self._parents) + len(children))
         self._parents += [parent for parent, _ in children]
 
     def _arrive(self, tokens: Tokens, also: Sequence[Tensor] = ()) -> Work[list[Tensor]]:
         """Brings tokens that were drawn to the host, and other results in the same read."""
         pending = tokens.pending()
-        read = yield Read([*pending, *also], self._verifier.stats)
-        tokens.arrive(read[: len(pending)])
-        return list(read[len(pending) :])
+        copies = yield CopyToHost([*pending, *also], self._verifier.stats)
+        tokens.arrive(copies[: len(pending)])
+        return list(copies[len(pending) :])
 
     def _trace_nan(self) -> None:
         self._verifier.trace_nan(self._view, Draft(Tokens.joined(self._levels), Tree(tuple(self._parents))))
@@ -261,13 +261,13 @@ class LevelGrowth(Growth):
         self._draw(children, self._offered(logits, widest))
         return True
 
-    def begin_with(self, drawn: Chain) -> None:
+    def begin_with(self, chain: Chain) -> None:
         """Begins with a chain that was drawn with others, and may be in the cache."""
-        if drawn.tokens:
-            self._levels = [Tokens([token]) for token in drawn.tokens]
-            self._parents = list(range(ROOT, len(drawn.tokens) - 1))
-            self._newest = range(len(drawn.tokens) - 1, len(drawn.tokens))
-            self._probs, self._logits = list(drawn.probs), list(drawn.logits)
+        if chain.tokens:
+            self._levels = [Tokens([token]) for token in chain.tokens]
+            self._parents = list(range(ROOT, len(chain.tokens) - 1))
+            self._newest = range(len(chain.tokens) - 1, len(chain.tokens))
+            self._probs, self._logits = list(chain.probs), list(chain.logits)
 
     def _ended(self) -> bool:
         """Returns whether every newest node is a stop token, so that nothing need be drafted behind it."""
@@ -276,7 +276,7 @@ class LevelGrowth(Growth):
         stop_tokens = self._verifier.sampling.stop_tokens
         return all(token in stop_tokens for token in self._levels[-1].known)
 
-    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
+    def outcomes(self, limit: int, acceptance: float) -> Work[list[Outcome]]:
         draft = self.draft()
         if not len(draft) or not draft.tree.is_chain:
             return []
@@ -284,7 +284,7 @@ class LevelGrowth(Growth):
         if len(self._logits) == len(self._levels):
             self._logits.append((yield from self.foresee()))
         logits = torch.cat(self._logits)
-        return (yield from chain_outcomes(self._verifier, draft.tokens.known, logits, most, acceptance))
+        return (yield from chain_outcomes(self._verifier, draft.tokens.known, logits, limit, acceptance))
 
 
 class OutcomeForest(Growth, DraftAhead):
@@ -300,12 +300,12 @@ class OutcomeForest(Growth, DraftAhead):
         self._shapes = shapes
         self._chains = {outcome: Chain() for outcome in shapes}
         self._growing = list(shapes)  # outcomes whose chains have the newest nodes
-        shared = sorted({outcome[:end] for outcome in shapes for end in range(1, len(outcome))}, key=len)
-        for nodes in (shared, self._growing):
+        prefixes = sorted({outcome[:end] for outcome in shapes for end in range(1, len(outcome))}, key=len)
+        for nodes in (prefixes, self._growing):
             if nodes:
                 self._levels.append(Tokens([node[-1] for node in nodes]))
-                self._parents += [shared.index(node[:-1]) if node[:-1] else ROOT for node in nodes]
-        self._newest = range(len(shared), len(self._parents))
+                self._parents += [prefixes.index(node[:-1]) if node[:-1] else ROOT for node in nodes]
+        self._newest = range(len(prefixes), len(self._parents))
 
     @staticmethod
     def nodes(shapes: Mapping[Outcome, DraftShape]) -> int:
@@ -313,12 +313,12 @@ class OutcomeForest(Growth, DraftAhead):
         return sum(len(outcome) + shape.depth for outcome, shape in shapes.items())
 
     def proposals(self) -> dict[Outcome, Proposal]:
-        made = dict[Outcome, Proposal]()
+        proposals = dict[Outcome, Proposal]()
         for outcome, chain in self._chains.items():
-            one = LevelGrowth(self._verifier, self._view.extended(outcome), self._shapes[outcome])
-            one.begin_with(chain)
-            made[outcome] = one
-        return made
+            proposal = LevelGrowth(self._verifier, self._view.extended(outcome), self._shapes[outcome])
+            proposal.begin_with(chain)
+            proposals[outcome] = proposal
+        return proposals
 
     def step(self) -> Work[bool]:
         if not (yield from super().step()):
@@ -350,8 +350,8 @@ class OutcomeForest(Growth, DraftAhead):
 
 def without(probs: Tensor, tokens: Tensor) -> Tensor:
     """Returns `probs` `[rows, vocabulary]` without a token of each row, normalized; 0 where none is left."""
-    rest = probs.scatter(1, tokens[:, None], 0.0)
-    return rest / rest.sum(-1, keepdim=True).clamp(min=torch.finfo(rest.dtype).tiny)
+    remaining = probs.scatter(1, tokens[:, None], 0.0)
+    return remaining / remaining.sum(-1, keepdim=True).clamp(min=torch.finfo(remaining.dtype).tiny)
 
 
 @dataclass
@@ -362,18 +362,18 @@ class _Node:
         number: in the draft, or `ROOT`.
         reached: chance that a verification comes to its next child.
         chances: of its children to be accepted then.
-        drawn: how many of them are drawn.
+        children: how many of them are drawn.
     """
 
     number: int
     reached: float
     chances: list[float]
-    drawn: int = 0
+    children: int = 0
 
     @property
     def promise(self) -> float:
         """Chance that its next child is accepted."""
-        return self.reached * self.chances[self.drawn] if self.drawn < len(self.chances) else 0.0
+        return self.reached * self.chances[self.children] if self.children < len(self.chances) else 0.0
 
 
 class BestFirst(Growth):
@@ -391,7 +391,7 @@ class BestFirst(Growth):
         super().__init__(verifier, view, shape)
         self._open: list[_Node] = []
         self._promises = [1.0]  # of the newest nodes
-        self._left: Tensor | None = None  # what is left of what was offered, of all nodes
+        self._remaining: Tensor | None = None  # what is left of what was offered, of all nodes
         self._doubts: list[float] = []
 
     def _deepen(self) -> Work[bool]:
@@ -400,9 +400,9 @@ class BestFirst(Growth):
             return False
         logits = yield from self.foresee()
         offered = self._offered(logits, min(self.CHILDREN, logits.shape[1]))
-        self._left = offered if self._left is None else torch.cat([self._left, offered])
+        self._remaining = offered if self._remaining is None else torch.cat([self._remaining, offered])
         yield from self._open_newest(logits, offered)
-        self._draw(self._choose(room), self._left)
+        self._draw(self._choose(room), self._remaining)
         return True
 
     def _open_newest(self, logits: Tensor, offered: Tensor) -> Work[None]:
@@ -419,23 +419,25 @@ class BestFirst(Growth):
             doubts = (1.0 - (offered**2).sum(-1)).clamp(min=0.0).sqrt()
             possible = (offered > 0).sum(-1, dtype=doubts.dtype).clamp(max=self.CHILDREN)
         newest = self._levels[-1] if self._levels else Tokens([])
-        (told,) = yield from self._arrive(newest, [torch.stack([doubts, possible], 1)])
+        (figures,) = yield from self._arrive(newest, [torch.stack([doubts, possible], 1)])
         usual, *later = self._shape.rates
-        for number, reached, (doubt, ranks) in zip(self._newest, self._promises, told.tolist(), strict=True):
+        for number, reached, (doubt, ranks) in zip(
+            self._newest, self._promises, figures.tolist(), strict=True
+        ):
             self._doubts.append(doubt)
             eldest = 1.0 - min(0.9, doubt_scale(self._doubts, usual) * doubt)
             self._open.append(_Node(number, reached, [eldest, *later[: int(ranks) - 1]]))
 
     def _choose(self, count: int) -> list[Child]:
         """The most promising children, the eldest of all nodes first."""
-        chosen = []
+        children = []
         for _ in range(count):
             node = max(self._open, key=lambda node: node.promise)
             if node.promise <= 0.0:
                 break
-            chosen.append((node.number, node.drawn, node.promise))
-            node.reached *= 1.0 - node.chances[node.drawn]
-            node.drawn += 1
-        chosen.sort(key=itemgetter(1))
-        self._promises = [promise for *_, promise in chosen]
-        return [(number, rank) for number, rank, _ in chosen]
+            children.append((node.number, node.children, node.promise))
+            node.reached *= 1.0 - node.chances[node.children]
+            node.children += 1
+        children.sort(key=itemgetter(1))
+        self._promises = [promise for *_, promise in children]
+        return [(number, rank) for number, rank, _ in children]

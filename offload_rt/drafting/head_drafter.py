@@ -36,23 +36,23 @@ class HeadStates:
         pending: `[new tokens, hidden_size]`, states of a pass that are not committed yet.
     """
 
-    def __init__(self, known: HiddenState) -> None:
+    def __init__(self, state: HiddenState) -> None:
         self.speculative = SpeculativeTokens()
         self.local = NO_LOCAL_STATE
-        self.verified_length = known.length
-        self.states = known.hidden[None]
+        self.verified_length = state.length
+        self.states = state.hidden[None]
         self.pending = self.states[:0]
-        self._new = NewTokens((), (), ())
+        self._new_tokens = NewTokens((), (), ())
 
     def begin(self, new: NewTokens) -> None:
-        self._new = new
+        self._new_tokens = new
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         raise RuntimeError("a head has no attention")
 
-    def commit(self, kept: Sequence[int]) -> None:
-        self._new.commit_to(self.speculative, kept)
-        self.states = torch.cat([self.states, self.pending[to_device(kept, self.states.device)]])
+    def commit(self, indices: Sequence[int]) -> None:
+        self._new_tokens.commit_to(self.speculative, indices)
+        self.states = torch.cat([self.states, self.pending[to_device(indices, self.states.device)]])
 
     def keep(self, entries: Sequence[int]) -> None:
         rows = to_device([0, *(1 + entry for entry in entries)], self.states.device)
@@ -80,20 +80,20 @@ class HeadModel:
         """Runs new tokens of several sequences, one generation of the trees after another."""
         caches = [cast(HeadStates, part.cache) for part in parts]
         embedded = self.target.embed(joined([part.ids(self.device) for part in parts]))[0]
-        held = sum(len(cache.states) for cache in caches)
+        earlier = sum(len(cache.states) for cache in caches)
         rows = torch.cat([*(cache.states for cache in caches), embedded.new_empty(embedded.shape)])
-        for tokens, above in _generations(parts, held):
-            chosen, before = (to_device(numbers, self.device) for numbers in (tokens, above))
-            rows[held + chosen] = self.head(embedded[chosen], rows[before])
-        states = rows[held:].split([part.new.count for part in parts])
+        for tokens, above in _generations(parts, earlier):
+            at, before = (to_device(numbers, self.device) for numbers in (tokens, above))
+            rows[earlier + at] = self.head(embedded[at], rows[before])
+        states = rows[earlier:].split([part.new.count for part in parts])
         for part, cache, own in zip(parts, caches, states, strict=True):
             cache.begin(part.new)
             cache.pending = own
-        wanted = [own[-part.rows :] for part, own in zip(parts, states, strict=True)]
-        logits = self.target.logits(joined(wanted)[None]).split([part.rows for part in parts])
+        last_rows = [own[-part.rows :] for part, own in zip(parts, states, strict=True)]
+        logits = self.target.logits(joined(last_rows)[None]).split([part.rows for part in parts])
         return [
             PassOutput(row, own if part.hidden else None)
-            for part, row, own in zip(parts, logits, wanted, strict=True)
+            for part, row, own in zip(parts, logits, last_rows, strict=True)
         ]
 
     def raise_nan(self, part: PassInput) -> NoReturn:
@@ -102,14 +102,14 @@ class HeadModel:
         )
 
 
-def _generations(parts: Sequence[PassInput], held: int) -> list[tuple[list[int], list[int]]]:
+def _generations(parts: Sequence[PassInput], earlier: int) -> list[tuple[list[int], list[int]]]:
     """Returns the tokens of a pass by generation, each with the rows of their parents.
 
     Parents of the first generation are in the caches.
 
 
     Args:
-        held: rows of the states that come before those of the pass.
+        earlier: rows of the states that come before those of the pass.
     """
     generations: dict[int, tuple[list[int], list[int]]] = {}
     behind = first = 0
@@ -118,7 +118,7 @@ def _generations(parts: Sequence[PassInput], held: int) -> list[tuple[list[int],
         for at, (parent, sees) in enumerate(zip(part.new.parents, part.new.sees, strict=True)):
             tokens, above = generations.setdefault((sees >> size).bit_count(), ([], []))
             tokens.append(first + at)
-            above.append(behind + 1 + parent if parent < size else held + first + parent - size)
+            above.append(behind + 1 + parent if parent < size else earlier + first + parent - size)
         behind += 1 + size
         first += part.new.count
     return list(generations.values())
@@ -141,12 +141,12 @@ class HeadDrafter(ModelDrafter):
         self._verified = HiddenState(len(view) - 1, round.hidden[-1])
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
-        known = view.state or self._verified
-        if known is None:
+        state = view.state or self._verified
+        if state is None:
             return Proposal()
         # A draft keeps its states to itself: they are few, and others may begin at another state.
         drafter = copy.copy(self)
-        drafter.cache = HeadStates(known)
+        drafter.cache = HeadStates(state)
         return ModelDrafter.proposal(drafter, view, shape)
 
     def ahead(self, view: TokenView, shapes: Mapping[Outcome, DraftShape]) -> Iterator[DraftAhead]:
@@ -157,15 +157,15 @@ class Heads:
     """The heads of one target by their files; each file is read once."""
 
     def __init__(self) -> None:
-        self._read: dict[Path, HeadModel] = {}
+        self._models: dict[Path, HeadModel] = {}
 
     def of(self, config: HeadConfig, target: CausalModel) -> HeadModel:
         """Returns the head that a config names. Raises UsageError; see `model.draft_head.load_head`."""
         path = Path(config.path) if config.path else DEMO_HEAD
-        if path not in self._read:
-            self._read[path] = HeadModel(load_head(path, target), target, f"head {path}")
-        return self._read[path]
+        if path not in self._models:
+            self._models[path] = HeadModel(load_head(path, target), target, f"head {path}")
+        return self._models[path]
 
     @property
     def weight_bytes(self) -> int:
-        return sum(model.head.weight_bytes for model in self._read.values())
+        return sum(model.head.weight_bytes for model in self._models.values())

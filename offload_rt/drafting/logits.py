@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.penalties import Penalties
-from offload_rt.model.work import LevelStats, Read, Work
+from offload_rt.model.work import CopyToHost, LevelStats, Work
 from offload_rt.sampling.sampler import Sampler
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import Tree, on_device
@@ -104,11 +104,11 @@ class LogitsProcessor:
             return logits
         for piece in tokens:  # one of them at most is on the device alone
             if not piece.arrived:
-                piece.arrive((yield Read(piece.pending(), stats)))
-        known = [token for piece in tokens for token in piece.known]
+                piece.arrive((yield CopyToHost(piece.pending(), stats)))
+        ids = [token for piece in tokens for token in piece.known]
         speculative, tree = view.part(self._length), Tree(tuple(parents))
         rows = range(1 + len(tree) - len(logits), 1 + len(tree))
-        paths = [(*speculative, *(known[node] for node in tree.path(row))) for row in rows]
+        paths = [(*speculative, *(ids[node] for node in tree.path(row))) for row in rows]
         masks = [self._mask(path) for path in paths]
         # What no token may follow is not followed by any: nothing is left to forbid there.
         whole = torch.full((-(-logits.shape[1] // WORD),), -1)

@@ -9,7 +9,7 @@ import torch
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.sources import Source
-from offload_rt.model.work import LevelStats, Read, Work
+from offload_rt.model.work import CopyToHost, LevelStats, Work
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import ROOT, Tree
@@ -66,38 +66,38 @@ class PreferredDrafter(LookupDrafter):
         self._depth = depth
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
-        found = self._source.proposal(view, CHAIN.deep(shape.depth))
-        if len(found.draft()):
-            return found
+        proposal = self._source.proposal(view, CHAIN.deep(shape.depth))
+        if len(proposal.draft()):
+            return proposal
         return self._drafter.proposal(view, shape.deep(min(shape.depth, self._depth)))
 
 
 class MergedProposal(Proposal):
     """The model's proposal, which is joined when it is complete."""
 
-    def __init__(self, source: Source, drawn: Proposal, view: TokenView, shape: DraftShape) -> None:
+    def __init__(self, source: Source, proposal: Proposal, view: TokenView, shape: DraftShape) -> None:
         self._source = source
-        self._drawn = drawn
+        self._proposal = proposal
         self._view = view
         self._shape = shape
 
     def step(self) -> Work[bool]:
-        return self._drawn.step()
+        return self._proposal.step()
 
     def complete(self) -> Work[Draft]:
-        draft = yield from self._drawn.complete()
-        found = self._source.proposal(self._view, CHAIN.deep(self._shape.depth)).draft()
-        if not len(found):
+        draft = yield from self._proposal.complete()
+        chain = self._source.proposal(self._view, CHAIN.deep(self._shape.depth)).draft()
+        if not len(chain):
             return draft
         # What is there already is not proposed twice, so the host must know it.
-        draft.tokens.arrive((yield Read(draft.tokens.pending(), self._source.stats)))
-        return joined(draft, found.tokens.known)
+        draft.tokens.arrive((yield CopyToHost(draft.tokens.pending(), self._source.stats)))
+        return joined(draft, chain.tokens.known)
 
     def draft(self) -> Draft:
-        return self._drawn.draft()
+        return self._proposal.draft()
 
-    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
-        return self._drawn.outcomes(most, acceptance)
+    def outcomes(self, limit: int, acceptance: float) -> Work[list[Outcome]]:
+        return self._proposal.outcomes(limit, acceptance)
 
 
 class MergedAhead(DraftAhead):
@@ -113,14 +113,16 @@ class MergedAhead(DraftAhead):
         self.depth = 0
 
     def step(self) -> Work[bool]:
-        drawn = yield from self._drafts.step()
+        deepened = yield from self._drafts.step()
         self.depth = self._drafts.depth
-        return drawn
+        return deepened
 
     def proposals(self) -> dict[Outcome, Proposal]:
         return {
-            outcome: MergedProposal(self._source, drawn, self._view.extended(outcome), self._shapes[outcome])
-            for outcome, drawn in self._drafts.proposals().items()
+            outcome: MergedProposal(
+                self._source, proposal, self._view.extended(outcome), self._shapes[outcome]
+            )
+            for outcome, proposal in self._drafts.proposals().items()
         }
 
 

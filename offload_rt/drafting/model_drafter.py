@@ -20,7 +20,7 @@ from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Rou
 from offload_rt.drafting.growth import BestFirst, LevelGrowth, OutcomeForest
 from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.model.work import Read, Work
+from offload_rt.model.work import CopyToHost, Work
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import forest
@@ -87,37 +87,37 @@ class SmallModelDrafter(ModelDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._known = 0  # length of the sequence when it was verified last
+        self._verified_length = 0  # length of the sequence when it was verified last
 
     def observe(self, view: TokenView, round: Round) -> None:
         super().observe(view, round)
         self.roll_back(view)
         # What follows the sequence that was known then was drafted in another order of layers: it is
         # forgotten.
-        final = len(view) if self.first_order is None else self._known
+        final = len(view) if self.first_order is None else self._verified_length
         self.cache.keep(range(min(len(self.cache.speculative), final - self.cache.verified_length)))
         self.cache.settle()
-        self._known = len(view)
+        self._verified_length = len(view)
 
     def prefill(self, view: TokenView) -> Work[None]:
         yield from super().prefill(view)
-        cache, self._known = self.cache, len(view)
+        cache, self._verified_length = self.cache, len(view)
         cache.reset()
         end = len(view) - 1
         start = min(cache.sinks, end)
         if start:
-            yield from self._read(view.part(0, start))
+            yield from self._prefill_part(view.part(0, start))
         recent = max(start, end - (1 + self.LEAD) * cache.window)
         if recent > start:
             cache.skip(recent - start)
         for at in range(recent, end, cache.window):
-            yield from self._read(view.part(at, min(at + cache.window, end)))
+            yield from self._prefill_part(view.part(at, min(at + cache.window, end)))
 
-    def _read(self, tokens: Sequence[int]) -> Work[None]:
+    def _prefill_part(self, tokens: Sequence[int]) -> Work[None]:
         """Takes tokens of the sequence into the cache, for good, without sampling."""
         forward = self.forward(range(-1, len(tokens) - 1), tokens, rows=1, first=True)
         output = yield forward
-        (nan,) = yield Read([output.logits.isnan().any()], self.stats)
+        (nan,) = yield CopyToHost([output.logits.isnan().any()], self.stats)
         if nan:
             self.model.raise_nan(forward.input)
         self.cache.commit(range(len(tokens)))
@@ -139,8 +139,8 @@ class Rounds(Proposal):
 
     def step(self) -> Work[bool]:
         chain, stop_tokens = self._chains[-1], self._verifier.sampling.stop_tokens
-        stopped = any(token in stop_tokens for token in chain)
-        if len(chain) >= self._depth or stopped:
+        ends = any(token in stop_tokens for token in chain)
+        if len(chain) >= self._depth or ends:
             if len(self._chains) == self._side_by_side:
                 return False
             chain, self._newest = [], self._view
@@ -160,10 +160,10 @@ class Rounds(Proposal):
         probs = torch.cat(self._probs) if self._probs else None
         return Draft(tokens, forest([len(chain) for chain in self._chains]), probs)
 
-    def outcomes(self, most: int, acceptance: float) -> Work[list[Outcome]]:
+    def outcomes(self, limit: int, acceptance: float) -> Work[list[Outcome]]:
         tokens = self._chains[0]
         if not tokens or len(self._chains) > 1:
             return []
         last = LevelGrowth(self._verifier, self._view.extended(tokens), CHAIN)
         logits = torch.cat([*self._logits, (yield from last.foresee())])
-        return (yield from chain_outcomes(self._verifier, tokens, logits, most, acceptance))
+        return (yield from chain_outcomes(self._verifier, tokens, logits, limit, acceptance))

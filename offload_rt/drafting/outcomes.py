@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offload_rt.drafting.base import Outcome
 from offload_rt.drafting.verifier import Verifier
-from offload_rt.model.work import Read, Work
+from offload_rt.model.work import CopyToHost, Work
 from offload_rt.sampling.sampler import Sampler
 from offload_rt.system.device_copies import to_device
 
@@ -21,7 +21,7 @@ def doubt_scale(doubts: Sequence[float], acceptance: float) -> float:
 
 
 def chain_outcomes(
-    drafter: Verifier, tokens: Sequence[int], logits: Tensor, most: int, acceptance: float
+    drafter: Verifier, tokens: Sequence[int], logits: Tensor, limit: int, acceptance: float
 ) -> Work[list[Outcome]]:
     """Returns what a verification of a chain may yield, by the probabilities of the model that drafted it.
 
@@ -32,14 +32,14 @@ def chain_outcomes(
     Args:
         tokens: the chain, drafted by `drafter`.
         logits: `[1 + tokens, vocabulary]`, processed, before each token and after the last.
-        most: how many outcomes at most.
+        limit: how many outcomes at most.
     """
     sampler = drafter.sampling.sampler
     probs = LIKELY.probs(logits) if sampler.greedy else sampler.probs(logits)
     best = probs.topk(min(2, probs.shape[-1]), dim=-1)
-    chosen = probs[:-1].gather(1, to_device(tokens, probs.device)[:, None])[:, 0]
-    read = yield Read([chosen, best.indices, best.values], drafter.stats)
-    sure, rivals, shares = (values.tolist() for values in read)
+    chances = probs[:-1].gather(1, to_device(tokens, probs.device)[:, None])[:, 0]
+    copies = yield CopyToHost([chances, best.indices, best.values], drafter.stats)
+    sure, rivals, shares = (values.tolist() for values in copies)
     doubts = [max(1.0 - p, 1e-6) for p in sure]
     scale = doubt_scale(doubts, acceptance)
     outcomes: list[tuple[float, Outcome]] = []
@@ -57,4 +57,4 @@ def chain_outcomes(
         agreed = 1.0 - min(0.9, scale * (1.0 - agreed))
     outcomes.append((reached * agreed, (*tokens, rivals[-1][0])))
     outcomes.sort(key=lambda outcome: -outcome[0])
-    return [outcome for _, outcome in outcomes[:most]]
+    return [outcome for _, outcome in outcomes[:limit]]

@@ -28,9 +28,9 @@ class Penalties:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._length = 0  # verified tokens
-        self._prompt: list[int] = []  # its tokens, each once; empty once they are in `_seen`
+        self._prompt: list[int] = []  # its tokens, each once; empty once they are in `_in_prompt`
         self._uncounted: list[int] = []  # generated and verified, but not in `_counts`
-        self._seen = torch.empty(0)  # [vocabulary], tokens of the prompt
+        self._in_prompt = torch.empty(0)  # [vocabulary], tokens of the prompt
         self._counts: Tensor | None = None  # [vocabulary], of generated tokens; None before the first logits
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -71,18 +71,18 @@ class Penalties:
         if nodes:
             starts = [row * vocabulary for row, path in enumerate(above) for _ in path]
             starts_and_nodes = to_device([*starts, *nodes], logits.device)
-            drawn = torch.cat([some.on(logits.device) for some in tokens])
-            at = starts_and_nodes[: len(starts)] + drawn[starts_and_nodes[len(starts) :]]
+            ids = torch.cat([level.on(logits.device) for level in tokens])
+            at = starts_and_nodes[: len(starts)] + ids[starts_and_nodes[len(starts) :]]
             counts = _added(counts.flatten(), at).view(rows, vocabulary)
-        return self._sampler.penalised(logits, counts, self._seen)
+        return self._sampler.penalised(logits, counts, self._in_prompt)
 
     def _counted(self, logits: Tensor) -> Tensor:
         """Returns how often each token was generated and verified, `[vocabulary]`."""
         if self._counts is None:
             dtype = torch.promote_types(logits.dtype, torch.float32)
             self._counts = logits.new_zeros(logits.shape[1], dtype=dtype)
-            self._seen = torch.zeros_like(self._counts, dtype=torch.bool)
-            self._seen.index_fill_(0, to_device(self._prompt, logits.device), True)
+            self._in_prompt = torch.zeros_like(self._counts, dtype=torch.bool)
+            self._in_prompt.index_fill_(0, to_device(self._prompt, logits.device), True)
             self._prompt = []
         if self._uncounted:
             self._counts = _added(self._counts, to_device(self._uncounted, logits.device))

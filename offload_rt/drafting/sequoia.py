@@ -48,36 +48,36 @@ class TreePlan:
         """Returns for each depth the number of children of each node, eldest children of a level first."""
         levels: list[list[int]] = []
         below = [self._nodes]  # how many nodes lie below each
-        for left in range(min(depth, len(self._takes)), 0, -1):
-            shares = [self._shares(count, left) for count in below]
-            levels.append([len(one) for one in shares])
+        for remaining in range(min(depth, len(self._takes)), 0, -1):
+            shares = [self._shares(count, remaining) for count in below]
+            levels.append([len(counts) for counts in shares])
             widest = max(levels[-1], default=0)
-            below = [one[rank] for rank in range(widest) for one in shares if len(one) > rank]
+            below = [counts[rank] for rank in range(widest) for counts in shares if len(counts) > rank]
         return levels
 
     def _deeper(self, below: Tensor) -> tuple[Tensor, Tensor]:
         """Values and takes, one level deeper than the values `below`."""
         size = len(below)
         child = 1.0 + below[:-1]  # of a child's tree of 1, 2, … nodes
-        rest = torch.zeros(size, dtype=torch.float64)  # of what is left for younger siblings
+        younger = torch.zeros(size, dtype=torch.float64)  # of what is left for younger siblings
         takes: list[Tensor] = []
-        left = torch.arange(size)[:, None] - torch.arange(1, size)  # [n, taken - 1]
+        remaining = torch.arange(size)[:, None] - torch.arange(1, size)  # [n, taken - 1]
         for chance in reversed(self._chances):
-            total = chance * child + rest[left.clamp(min=0)]
-            best = total.masked_fill(left < 0, -torch.inf).max(1)
+            total = chance * child + younger[remaining.clamp(min=0)]
+            best = total.masked_fill(remaining < 0, -torch.inf).max(1)
             takes.append(torch.where(best.values > 0, best.indices + 1, 0))
-            rest = best.values.clamp(min=0.0)
-        return rest, torch.stack(takes[::-1])
+            younger = best.values.clamp(min=0.0)
+        return younger, torch.stack(takes[::-1])
 
     def _shares(self, nodes: int, depth: int) -> list[int]:
         """Returns the number of nodes below each child of a node that has `nodes` below it."""
         shares = []
         for take in self._takes[depth - 1]:
-            taken = int(take[nodes])
-            if not taken:
+            nodes_taken = int(take[nodes])
+            if not nodes_taken:
                 break
-            shares.append(taken - 1)
-            nodes -= taken
+            shares.append(nodes_taken - 1)
+            nodes -= nodes_taken
         return shares
 
 

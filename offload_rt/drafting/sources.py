@@ -82,40 +82,40 @@ class SuffixAutomaton(Source):
 
     def __init__(self, shortest: int, longest: int | None = None) -> None:
         super().__init__()
-        self._shortest, self._most = shortest, longest
-        self._next: list[dict[int, int]] = [{}]
+        self._shortest, self._longest_match = shortest, longest
+        self._transitions: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._longest = [0]  # length of the longest substring of a state
         self._end = [0]  # where one of its occurrences ends, not that at the end of the sequence
         self._last = 0
-        self._taken = 0  # number of tokens
+        self._length = 0  # number of tokens
 
     def extend(self, view: TokenView) -> None:
-        for token in view.part(self._taken):
+        for token in view.part(self._length):
             self._take(token)
 
     def _state(self, longest: int, following: dict[int, int], link: int, end: int) -> int:
-        self._next.append(following)
+        self._transitions.append(following)
         self._link.append(link)
         self._longest.append(longest)
         self._end.append(end)
-        return len(self._next) - 1
+        return len(self._transitions) - 1
 
     def _take(self, token: int) -> None:
         for state in self._ends(self._link[self._last]):
-            self._end[state] = self._taken
-        self._taken += 1
-        state = self._state(self._longest[self._last] + 1, {}, 0, self._taken)
+            self._end[state] = self._length
+        self._length += 1
+        state = self._state(self._longest[self._last] + 1, {}, 0, self._length)
         above, self._last = self._last, state
-        while above >= 0 and token not in self._next[above]:
-            self._next[above][token] = state
+        while above >= 0 and token not in self._transitions[above]:
+            self._transitions[above][token] = state
             above = self._link[above]
         if above >= 0:
             self._link[state] = self._split(above, token)
 
     def _ends(self, state: int) -> Iterator[int]:
         """Yields a state, and the states of its ends, the longest first, where `longest` limits them."""
-        for _ in range(1 if self._most is None else MOST_ENDS):
+        for _ in range(1 if self._longest_match is None else MOST_ENDS):
             if state <= 0:
                 return
             yield state
@@ -123,32 +123,33 @@ class SuffixAutomaton(Source):
 
     def _split(self, above: int, token: int) -> int:
         """Returns the state of the longest substring of `above` with `token` behind it, alone."""
-        state, longest = self._next[above][token], self._longest[above] + 1
+        state, longest = self._transitions[above][token], self._longest[above] + 1
         if self._longest[state] == longest:
             return state
-        copied = self._state(longest, dict(self._next[state]), self._link[state], self._end[state])
+        copied = self._state(longest, dict(self._transitions[state]), self._link[state], self._end[state])
         self._link[state] = copied
-        while above >= 0 and self._next[above].get(token) == state:
-            self._next[above][token] = copied
+        while above >= 0 and self._transitions[above].get(token) == state:
+            self._transitions[above][token] = copied
             above = self._link[above]
         return copied
 
     def find(self, view: TokenView, depth: int) -> Sequence[Sequence[int]]:
         state = max(0, self._link[self._last])
         length = self._longest[state]
-        for token in view.part(self._taken):  # speculation
-            while state and token not in self._next[state]:
+        for token in view.part(self._length):  # speculation
+            while state and token not in self._transitions[state]:
                 state = self._link[state]
                 length = self._longest[state]
-            state = self._next[state].get(token, 0)
+            state = self._transitions[state].get(token, 0)
             length = length + 1 if state else 0
         if length < self._shortest:
             return []
-        if self._most is None:
+        if self._longest_match is None:
             depth = min(depth, length)  # the longer what matched, the longer what follows goes on to match
         else:
             state = next(
-                (one for one in self._ends(state) if self._longest[self._link[one]] < self._most), state
+                (end for end in self._ends(state) if self._longest[self._link[end]] < self._longest_match),
+                state,
             )
         return [view.part(self._end[state], self._end[state] + depth)]
 

@@ -29,7 +29,7 @@ def thoughts_first(
         budget: most tokens of thoughts.
         ends: tokens that end the text.
     """
-    opened, form = marks.ends_with(prompt, marks.format.opened), marks.format
+    opened, form = marks.ends_with(prompt, marks.format.opening_mark), marks.format
     if not (opened or marks.come_first(prompt)):
         return grammar
     closing = marks.encoded(form.closing)
@@ -71,14 +71,14 @@ class ThoughtsFirst:
         self._closing, self._gate, self._until, self._budget = closing, gate, until, budget
         self._vocabulary = vocabulary
         self._opening = opening
-        self._free = self._mask(set(range(vocabulary)) - set(ends))
+        self._thinking_mask = self._mask(set(range(vocabulary)) - set(ends))
 
     def allowed(self, tokens: Sequence[int]) -> Tensor | None:
         if (start := self._answer(tokens)) is not None:
             return self._grammar.allowed(tokens[start:])
         forced = list(tokens[self._budget :])
         if len(tokens) < self._budget:
-            return self._free if tokens or self._opening is None else self._mask({self._opening})
+            return self._thinking_mask if tokens or self._opening is None else self._mask({self._opening})
         if forced != self._closing[: len(forced)]:
             return None
         return self._mask({self._closing[len(forced)]})

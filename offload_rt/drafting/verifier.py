@@ -15,7 +15,7 @@ from offload_rt.drafting.base import Drafter, Round, TokenView
 from offload_rt.drafting.logits import Grammar, LogitsProcessor
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
-from offload_rt.model.work import Forward, LevelStats, Model, Read, Work
+from offload_rt.model.work import CopyToHost, Forward, LevelStats, Model, Work
 from offload_rt.sampling.rejection import Draft, Verdict, verify, verify_greedy
 from offload_rt.sampling.sampler import Draws, Sampler, choices
 from offload_rt.sampling.tokens import Tokens
@@ -69,8 +69,8 @@ class AcceptanceRule(Protocol):
 def lossless(draft: Draft, logits: Tensor, probs: Tensor | None, draws: Draws) -> tuple[Verdict, Tensor]:
     """Keeps the output distribution that of the verifier; see `rejection_sampling`."""
     if probs is None:
-        chosen = choices(logits)
-        return verify_greedy(draft, chosen), logits.gather(-1, chosen[:, None])
+        likeliest = choices(logits)
+        return verify_greedy(draft, likeliest), logits.gather(-1, likeliest[:, None])
     return verify(draft, probs, draws), probs[:, :1]
 
 
@@ -116,25 +116,25 @@ class Verifier:
 
     def verification(self, view: TokenView, draft: Draft) -> Forward:
         """Rolls the cache back and returns the pass over the tokens that it lacks, and over `draft`."""
-        missing, held = self.roll_back(view), len(self.cache.speculative)
-        behind = held + len(missing)
-        parents = [*range(held - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)]
+        missing, entries = self.roll_back(view), len(self.cache.speculative)
+        behind = entries + len(missing)
+        parents = [*range(entries - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)]
         hidden = self.drafter.wants_hidden
         return self.forward(parents, missing, draft.tokens, rows=1 + len(draft), hidden=hidden)
 
     def roll_back(self, view: TokenView) -> list[int]:
         """Drops speculative entries that are not in the sequence; returns the tokens that the cache lacks."""
         cache = self.cache
-        kept = cache.speculative.match(view.part(cache.verified_length, len(view) - 1))
-        if len(kept) != len(cache.speculative):
-            cache.keep(kept)
-        return view.part(cache.verified_length + len(kept))
+        matched = cache.speculative.match(view.part(cache.verified_length, len(view) - 1))
+        if len(matched) != len(cache.speculative):
+            cache.keep(matched)
+        return view.part(cache.verified_length + len(matched))
 
     def forward(
         self,
         parents: Sequence[int],
-        known: Sequence[int],
-        drawn: Tokens | None = None,
+        ids: Sequence[int],
+        draft: Tokens | None = None,
         *,
         rows: int,
         hidden: bool = False,
@@ -145,7 +145,7 @@ class Verifier:
         Args:
             first: in the order of layers of a draft's first pass.
         """
-        new = NewTokens.below(self.cache.speculative, parents, known, drawn)
+        new = NewTokens.below(self.cache.speculative, parents, ids, draft)
         order = self.first_order if first and self.first_order else self.order
         self.stats.passes += 1
         return Forward(self.model, PassInput(self.cache, new, rows, hidden), order, self.stats)
@@ -161,10 +161,10 @@ class Verifier:
         probs = None if sampler.greedy else sampler.probs(processed)
         verdict, probe = self.rule(draft, processed, probs, self.sampling.draws)
         # One of the probed values is NaN exactly if any logit is.
-        row, token, nan, *drawn = yield Read(
+        row, token, nan, *copies = yield CopyToHost(
             [verdict.row, verdict.token, probe.isnan().any(), *draft.tokens.pending()], self.stats
         )
-        draft.tokens.arrive(drawn)
+        draft.tokens.arrive(copies)
         if nan:
             self.model.raise_nan(part)
         path = tree.path(int(row))
@@ -175,19 +175,19 @@ class Verifier:
         rows: Tensor | slice = slice(1 + len(path))
         if path != list(range(len(path))):
             rows = to_device([0, *(1 + node for node in path)], logits.device)
-        chosen = logits[rows]
+        path_logits = logits[rows]
         return Round(
             tokens,
             len(path),
             len(draft),
-            tree.tries(path, len(draft) - draft.found),
+            tree.tries(path, len(draft) - draft.source_nodes),
             None if probs is None else probs[rows],
-            chosen,
-            chosen if processed is logits else processed[rows],
+            path_logits,
+            path_logits if processed is logits else processed[rows],
             None if output.hidden is None else output.hidden[rows],
         )
 
-    def trace_nan(self, view: TokenView, drawn: Draft) -> NoReturn:
+    def trace_nan(self, view: TokenView, draft: Draft) -> NoReturn:
         """Names the cause of NaN logits that tokens below `view` were drawn from; they are on the host by
         now.
 
@@ -195,5 +195,5 @@ class Verifier:
             NotANumber: naming the weight or the layer.
         """
         self.cache.keep([])
-        known = Draft(Tokens(drawn.tokens.known), drawn.tree)
-        self.model.raise_nan(self.verification(view, known).input)
+        on_host = Draft(Tokens(draft.tokens.known), draft.tree)
+        self.model.raise_nan(self.verification(view, on_host).input)

@@ -2,7 +2,7 @@
 
 The work of a sequence (propose, verify, draft ahead) is a generator that yields requests: for a pass of a
 model, for results on the host, for a pass in the background. `BatchRunner` advances any number of them in
-step: requests for passes of one model become one pass, and all reads become one wait of the host. So the code
+step: requests for passes of one model become one pass, and all copies to the host one wait of it. So the code
 of a sequence is written as if it were alone, and a batch needs no code of its own.
 """
 
@@ -23,11 +23,11 @@ from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.work import (
     AwaitPass,
     BackgroundPass,
+    CopyToHost,
     Forward,
     Model,
     Outputs,
     Passed,
-    Read,
     Request,
     StartPass,
     T,
@@ -110,7 +110,7 @@ class BatchRunner(Generic[T]):
         self._works = works
         self._thread = thread
         self._begun: list[FullCache] = []
-        self._asked: dict[int, Request] = {}  # by the number of the work that asks
+        self._requests: dict[int, Request] = {}  # by the number of the work that asks
         self._results: list[Any] = [None] * len(works)
 
     @torch.inference_mode()
@@ -118,11 +118,11 @@ class BatchRunner(Generic[T]):
         """Runs all works to their ends; an exception of one is its result, and the others go on."""
         try:
             self._answer(dict.fromkeys(range(len(self._works))))
-            while self._asked:
-                forwards, reads = self._of(Forward), self._of(Read)
-                if forwards or reads:
+            while self._requests:
+                forwards, copies = self._of(Forward), self._of(CopyToHost)
+                if forwards or copies:
                     self._forward(forwards)
-                    self._read(reads)
+                    self._copy_to_host(copies)
                 elif begins := self._of(StartPass):
                     # All sequences that verify in this step have arrived here: they share one pass.
                     self._begin(begins)
@@ -140,12 +140,12 @@ class BatchRunner(Generic[T]):
         return self._results
 
     def _of(self, kind: type[R]) -> dict[int, R]:
-        return {number: request for number, request in self._asked.items() if isinstance(request, kind)}
+        return {number: request for number, request in self._requests.items() if isinstance(request, kind)}
 
     def _answer(self, answers: Mapping[int, Any]) -> None:
         """Advances works to their next requests or ends; an exception as the answer is raised in the work."""
         for number, answer in answers.items():
-            self._asked.pop(number, None)
+            self._requests.pop(number, None)
             work = self._works[number]
             try:
                 request = work.throw(answer) if isinstance(answer, Exception) else work.send(answer)
@@ -154,10 +154,10 @@ class BatchRunner(Generic[T]):
             except Exception as error:
                 self._results[number] = error
             else:
-                self._asked[number] = request
+                self._requests[number] = request
 
-    def _forward(self, asked: dict[int, Forward]) -> None:
-        for model, order, group in _by_model(asked):
+    def _forward(self, requests: dict[int, Forward]) -> None:
+        for model, order, group in _by_model(requests):
             started = clock.now()
             try:
                 outputs = model.forward([request.input for request in group.values()], order)
@@ -171,24 +171,26 @@ class BatchRunner(Generic[T]):
                 {number: output.error or output for number, output in zip(group, outputs, strict=True)}
             )
 
-    def _read(self, asked: dict[int, Read]) -> None:
-        if not asked:
+    def _copy_to_host(self, requests: dict[int, CopyToHost]) -> None:
+        if not requests:
             return
         started = clock.now()
         try:
-            read = iter(to_host(*(tensor for request in asked.values() for tensor in request.tensors)))
+            copies = iter(to_host(*(tensor for request in requests.values() for tensor in request.tensors)))
         except Exception as error:
-            self._answer(dict.fromkeys(asked, error))
+            self._answer(dict.fromkeys(requests, error))
             return
-        ms = 1e3 * (clock.now() - started) / len(asked)
-        for request in asked.values():
+        ms = 1e3 * (clock.now() - started) / len(requests)
+        for request in requests.values():
             request.stats.ms += ms
             request.stats.host_reads += 1
-        self._answer({number: list(islice(read, len(one.tensors))) for number, one in asked.items()})
+        self._answer(
+            {number: list(islice(copies, len(request.tensors))) for number, request in requests.items()}
+        )
 
-    def _begin(self, asked: dict[int, StartPass]) -> None:
-        forwards = {number: request.forward for number, request in asked.items()}
-        caches = [request.full for request in asked.values()]
+    def _begin(self, requests: dict[int, StartPass]) -> None:
+        forwards = {number: request.forward for number, request in requests.items()}
+        caches = [request.full for request in requests.values()]
         self._begun += caches
 
         def forward() -> Outputs:
@@ -206,12 +208,12 @@ class BatchRunner(Generic[T]):
                 passed.set_result((forward(), clock.now()))
             except Exception as error:
                 passed.set_exception(error)
-        self._answer({number: BackgroundPass(passed, number, len(asked), started) for number in asked})
+        self._answer({number: BackgroundPass(passed, number, len(requests), started) for number in requests})
 
-    def _finish(self, asked: dict[int, AwaitPass]) -> None:
-        for number, request in asked.items():
+    def _finish(self, requests: dict[int, AwaitPass]) -> None:
+        for number, request in requests.items():
             try:
-                outputs, _ = request.running.passed.result()
+                outputs, _ = request.running.future.result()
             except Exception as error:
                 self._answer({number: error})
             else:
@@ -220,11 +222,19 @@ class BatchRunner(Generic[T]):
 
 
 def _by_model(
-    asked: dict[int, Forward],
+    requests: dict[int, Forward],
 ) -> Iterator[tuple[Model, LayerOrder | None, dict[int, Forward]]]:
     """Yields the requests that share a pass: of one model, in one order of layers."""
-    for model, order in dict.fromkeys((request.model, request.order) for request in asked.values()):
-        yield model, order, {n: one for n, one in asked.items() if one.model is model and one.order == order}
+    for model, order in dict.fromkeys((request.model, request.order) for request in requests.values()):
+        yield (
+            model,
+            order,
+            {
+                n: request
+                for n, request in requests.items()
+                if request.model is model and request.order == order
+            },
+        )
 
 
 def run_alone(work: Work[T]) -> T:

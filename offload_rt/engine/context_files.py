@@ -72,28 +72,28 @@ class ContextFile:
         self.fingerprint = Fingerprint.from_json(about["fingerprint"])
         self.messages: Messages = json.loads(about["messages"])
         self.date = datetime.fromisoformat(about["date"]) if about.get("date") else None
-        self._reads = [int(at) for at in json.loads(about["reads"])]
-        self._described: list[Any] = json.loads(about.get("local", "null")) or [None] * len(self._reads)
+        self._lengths = [int(at) for at in json.loads(about["reads"])]
+        self._described: list[Any] = json.loads(about.get("local", "null")) or [None] * len(self._lengths)
         self.tokens: list[int] = self._file.integers("tokens")
-        _, (pages, *_) = self._file.stored("pages.0")
-        kind, (*_, tail, _) = self._file.stored("tail")
+        _, (pages, *_) = self._file.form("pages.0")
+        kind, (*_, tail, _) = self._file.form("tail")
         layers, heads, dim = self.fingerprint.layout
         page, packed = int(about["page_size"]), about.get("code") == "packed"
         self._sizes = sizes = KVSizes(layers, heads, dim, ElementType(self.fingerprint.dtype), page, packed)
         unpacked = json.loads(about.get("unpacked", "{}"))
-        self._unpacked = {int(layer): [int(at) for at in kept] for layer, kept in unpacked.items()}
-        stored = ("U8", (pages, sizes.page_bytes)) if packed else (kind, sizes.pages_shape(pages))
+        self._unpacked = {int(layer): [int(at) for at in places] for layer, places in unpacked.items()}
+        form = ("U8", (pages, sizes.page_bytes)) if packed else (kind, sizes.pages_shape(pages))
         self._in_pages = pages * sizes.page_size
         self._length = self._in_pages + tail
         if (
             DTYPES[kind][0] != self.fingerprint.dtype
             or self._file.piece_bytes % sizes.page_bytes
-            or self._file.stored("tail") != (kind, (layers, 2, heads, tail, dim))
-            or any(self._file.stored(f"pages.{n}") != stored for n in range(layers))
+            or self._file.form("tail") != (kind, (layers, 2, heads, tail, dim))
+            or any(self._file.form(f"pages.{n}") != form for n in range(layers))
             or any(
-                self._file.stored(f"unpacked.{n}") != (kind, sizes.pages_shape(len(kept)))
-                or not all(0 <= at < pages for at in kept)
-                for n, kept in self._unpacked.items()
+                self._file.form(f"unpacked.{n}") != (kind, sizes.pages_shape(len(places)))
+                or not all(0 <= at < pages for at in places)
+                for n, places in self._unpacked.items()
             )
         ):
             raise CorruptFile("its KV has another layout than its model")

@@ -48,9 +48,9 @@ class RoundTimes:
         ahead_ms: drafting ahead while the pass ran.
         verdict_ms: from the end of both to the committed tokens.
         guessed: a draft had been made ahead for the verdict; None: none was made for any outcome.
-        asked: depth of the draft that was wanted; 0: the round was to be plain.
+        depth: of the draft that the controller chose; 0: the round was to be plain.
         proposed, accepted: tokens.
-        drawn: levels of this round's draft that were drawn before the pass.
+        drawn_levels: levels of this round's draft that were drawn before the pass.
         drawn_ahead: levels that were drawn while the pass ran, each run of them with the number of outcomes
             that it was drawn for together.
     """
@@ -62,10 +62,10 @@ class RoundTimes:
     ahead_ms: float
     verdict_ms: float
     guessed: bool | None
-    asked: int
+    depth: int
     proposed: int
     accepted: int
-    drawn: int
+    drawn_levels: int
     drawn_ahead: tuple[tuple[int, int], ...] = ()
 
 
@@ -149,7 +149,7 @@ class SpeculationController:
     def begin(self, length: int) -> None:
         """Called before a sequence of `length` tokens is continued."""
         self._length = length
-        shape, plain = self._wanted()[0], self._costs.pass_ms(length, CHAIN)
+        shape, plain = self._choice()[0], self._costs.pass_ms(length, CHAIN)
         if self._watches and self._round(shape)[0] / shape.expected_tokens(self.acceptance.rates) > plain:
             self._break = FORESEEN_BREAK
             self._fall_back()
@@ -161,13 +161,13 @@ class SpeculationController:
         probing = self._watches and self._clock and self._rounds > 0 and not self._plain_ms
         if probing or self._checks > 0 or self._break_left > 0:
             return CHAIN
-        wanted, _ = self._wanted()
-        return wanted.deep(max(0, min(wanted.depth, room)), self.acceptance.rates)
+        shape, _ = self._choice()
+        return shape.deep(max(0, min(shape.depth, room)), self.acceptance.rates)
 
     @property
     def outcomes(self) -> int:
         """Number of outcomes of the next pass to draft for while it runs."""
-        return self._wanted()[1]
+        return self._choice()[1]
 
     def over(self, running: BackgroundPass) -> bool:
         """Returns whether a pass is over, so that no more drafts for its outcomes are begun."""
@@ -176,19 +176,19 @@ class SpeculationController:
     def observe(self, length: int, round: Round, times: RoundTimes) -> None:
         """Called after a round behind `length` tokens."""
         self._rounds += 1
-        (shape, _), self._best, self._length = self._wanted(), None, length
+        (shape, _), self._best, self._length = self._choice(), None, length
         self.acceptance.observe(round.tries)
-        if times.asked == times.proposed == 0:
+        if times.depth == times.proposed == 0:
             self._observe_plain(len(round.tokens), times.ms)
             return
         if self._rounds == 1:
             return  # it pays for memory that is touched for the first time
         if self._clock:
             # Less may have been proposed than was wanted: nothing was found, or the draft was ready before.
-            verified = CHAIN.deep(times.proposed)  # the price of a pass depends on the size alone
+            verified = CHAIN.deep(times.proposed)  # the cost of a pass depends only on the size
             self._passes.append((self._costs.pass_ms(length, verified), times.pass_ms + times.verdict_ms))
-            drawn = shape.deep(times.drawn)
-            self._drafts.append((self._costs.draft_ms(length, drawn), times.draft_ms))
+            drawn_shape = shape.deep(times.drawn_levels)
+            self._drafts.append((self._costs.draft_ms(length, drawn_shape), times.draft_ms))
             ahead = (
                 self._costs.ahead_ms(length, shape.deep(levels), outcomes)[-1]
                 for levels, outcomes in times.drawn_ahead
@@ -237,11 +237,11 @@ class SpeculationController:
         self._judged.clear()
         self._yields.clear()
 
-    def _wanted(self) -> tuple[DraftShape, int]:
+    def _choice(self) -> tuple[DraftShape, int]:
         """The shape with the least time a token, and the outcomes to draft for; chosen once a round."""
         if self._best is None:
-            rates, found = self.acceptance.rates, [(shape, *self._round(shape)) for shape in self._shapes]
-            shape, _, outcomes = min(found, key=lambda one: one[1] / one[0].expected_tokens(rates))
+            rates, rounds = self.acceptance.rates, [(shape, *self._round(shape)) for shape in self._shapes]
+            shape, _, outcomes = min(rounds, key=lambda round: round[1] / round[0].expected_tokens(rates))
             self._best = shape, outcomes
         return self._best
 
@@ -254,14 +254,16 @@ class SpeculationController:
             return best
         chances, ratio = outcome_chances(self.acceptance.rate, shape.depth), _ratio(self._drafts_ahead)
         for count in range(1, self.ahead + 1):
-            ready = [ratio * ms for ms in self._costs.ahead_ms(self._length, shape, count)]
-            ended = pass_ms if self._clock else max(pass_ms, ready[-1])
+            ready_ms = [ratio * ms for ms in self._costs.ahead_ms(self._length, shape, count)]
+            ended = pass_ms if self._clock else max(pass_ms, ready_ms[-1])
             # A draft that is not complete when drafting ahead ends is continued behind the verdict.
             guessed = sum(
                 chance * min(1.0, ended / ms if ms else 1.0)
-                for chance, ms in zip(chances, ready, strict=False)
+                for chance, ms in zip(chances, ready_ms, strict=False)
             )
-            best = min(best, (ended + (1.0 - guessed) * draft_ms, count), key=lambda one: (one[0], -one[1]))
+            best = min(
+                best, (ended + (1.0 - guessed) * draft_ms, count), key=lambda choice: (choice[0], -choice[1])
+            )
         return best
 
 

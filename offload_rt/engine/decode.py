@@ -27,11 +27,11 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
     started = clock.now()
 
     shape = controller.shape(sequence.room - 1)
-    proposal = sequence.ready or verifier.drafter.proposal(view, shape)
-    sequence.ready, resumed = None, _depth(proposal.draft())
+    proposal = sequence.next_proposal or verifier.drafter.proposal(view, shape)
+    sequence.next_proposal, resumed_depth = None, _depth(proposal.draft())
     with sequence.timeline.span("draft", "draft"):
         draft = yield from proposal.complete()
-    drafted = clock.now()
+    draft_end = clock.now()
 
     outcomes = controller.outcomes if len(draft) else 0
     if outcomes:
@@ -39,27 +39,27 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
     verification = verifier.verification(view, draft)
     running: BackgroundPass = yield StartPass(verification, sequence.full)
 
-    ahead, drawn_ahead = yield from draft_ahead(sequence, proposal, running, outcomes)
-    made = clock.now()
+    proposals, drawn_ahead = yield from draft_ahead(sequence, proposal, running, outcomes)
+    ahead_end = clock.now()
     output = yield AwaitPass(running)
 
-    both = clock.now()
+    pass_end = clock.now()
     round = yield from verifier.verdict(view, draft, verification.input, output)
-    sequence.ready = ahead.get(tuple(round.tokens))
+    sequence.next_proposal = proposals.get(tuple(round.tokens))
     verifier.stats.ms += running.ms / running.sequences
-    done = clock.now()
+    end = clock.now()
     times = RoundTimes(
         started=started,
-        ms=1e3 * (done - started),
-        draft_ms=1e3 * (drafted - started),
+        ms=1e3 * (end - started),
+        draft_ms=1e3 * (draft_end - started),
         pass_ms=running.ms,
-        ahead_ms=1e3 * (made - drafted) if ahead else 0.0,
-        verdict_ms=1e3 * (done - both),
-        guessed=sequence.ready is not None if ahead else None,
-        asked=shape.depth,
+        ahead_ms=1e3 * (ahead_end - draft_end) if proposals else 0.0,
+        verdict_ms=1e3 * (end - pass_end),
+        guessed=sequence.next_proposal is not None if proposals else None,
+        depth=shape.depth,
         proposed=round.proposed,
         accepted=round.accepted,
-        drawn=_depth(draft) - resumed,
+        drawn_levels=_depth(draft) - resumed_depth,
         drawn_ahead=drawn_ahead,
     )
     sequence.extend(round, times)
@@ -67,32 +67,32 @@ def decode_step(sequence: TokenSequence) -> Work[Round]:
 
 
 def draft_ahead(
-    sequence: TokenSequence, proposal: Proposal, running: BackgroundPass, most: int
+    sequence: TokenSequence, proposal: Proposal, running: BackgroundPass, limit: int
 ) -> Work[tuple[dict[Outcome, Proposal], tuple[tuple[int, int], ...]]]:
-    """Drafts the next round while a pass runs, for up to `most` of its outcomes.
+    """Drafts the next round while a pass runs, for up to `limit` of its outcomes.
 
     Returns:
         The drafts, and the levels that were drawn for them (see `RoundTimes.drawn_ahead`).
     """
     verifier, controller, view = sequence.verifier, sequence.controller, sequence.view
-    made, levels = dict[Outcome, Proposal](), list[tuple[int, int]]()
-    if not (most and controller.shape(sequence.room - 2).depth) or controller.over(running):
-        return made, ()
+    proposals, levels = dict[Outcome, Proposal](), list[tuple[int, int]]()
+    if not (limit and controller.shape(sequence.room - 2).depth) or controller.over(running):
+        return proposals, ()
     with sequence.timeline.span("draft", "ahead"):
-        outcomes = yield from proposal.outcomes(most, controller.acceptance.rate)
+        outcomes = yield from proposal.outcomes(limit, controller.acceptance.rate)
         shapes = {outcome: controller.shape(sequence.room - len(outcome) - 1) for outcome in outcomes}
-        drawn = {outcome: shape for outcome, shape in shapes.items() if shape.depth}
-        for drafts in verifier.drafter.ahead(view, drawn):
+        drafted = {outcome: shape for outcome, shape in shapes.items() if shape.depth}
+        for drafts in verifier.drafter.ahead(view, drafted):
             if controller.over(running):
                 break
             while not controller.over(running) and (yield from drafts.step()):
                 pass
             drawn_now = drafts.proposals()
-            made |= drawn_now
+            proposals |= drawn_now
             levels.append((drafts.depth, len(drawn_now)))
-    return made, tuple(levels)
+    return proposals, tuple(levels)
 
 
 def _depth(draft: Draft) -> int:
     """Returns the depth of what was drawn."""
-    return max(draft.tree.depths[: len(draft) - draft.found], default=0)
+    return max(draft.tree.depths[: len(draft) - draft.source_nodes], default=0)

@@ -31,7 +31,7 @@ from offload_rt.system.second_device import SecondDevice
 from offload_rt.system.timeline import NO_TIMELINE
 
 ProgressReport = Callable[[str, int, int], None]
-"""Called with (phase, done, all) while a machine is first measured, and while a prompt is read."""
+"""Called with (phase, done, all) while a machine is first measured, and during a prefill."""
 
 
 class Engine:
@@ -107,7 +107,7 @@ class Engine:
                 if isinstance(model, GraphedModel):
                     model.pass_running = lambda: thread.running
         self._second = SecondDevice(target.device, other_links[0]) if other_links else None
-        self._shared = SharedResources(
+        self._resources = SharedResources(
             target=target,
             draft=draft,
             store=self.store,
@@ -118,7 +118,7 @@ class Engine:
             second=self._second,
         )
         self.planner = SequencePlanner(
-            self._shared,
+            self._resources,
             usable,
             triton=no_triton is None,
             on_progress=self._report,
@@ -136,8 +136,8 @@ class Engine:
         """Returns why Triton kernels do not run on the models' KV, if they do not."""
         models = [model for model in (self.target, self.draft) if model is not None]
         shapes = [(model.kv_layout(page), model.heads) for model in models]
-        found = [use_triton(kv, heads // kv.kv_heads) for kv, heads in shapes if kv.kv_heads]
-        return found[-1] if found else None
+        fits = [use_triton(kv, heads // kv.kv_heads) for kv, heads in shapes if kv.kv_heads]
+        return fits[-1] if fits else None
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -152,10 +152,10 @@ class Engine:
         """
         for level in levels_of(config):
             level.load(self.target, self._heads)
-        left = available(config, self.draft is not None)
-        if left != config:
-            self._on_notice(f"no draft model: only {' → '.join(left.speculation.names)} drafts")
-        return left
+        usable = available(config, self.draft is not None)
+        if usable != config:
+            self._on_notice(f"no draft model: only {' → '.join(usable.speculation.names)} drafts")
+        return usable
 
     def open(
         self,
@@ -165,7 +165,7 @@ class Engine:
         sequences: int = 1,
         prefix: KVPrefix | None = None,
     ) -> TokenSequence:
-        """Opens a sequence and reads its prompt. Other sequences may be open.
+        """Opens a sequence and prefills its prompt. Other sequences may be open.
 
         Args:
             new_tokens: how many more it is planned for.
@@ -173,33 +173,33 @@ class Engine:
             sequences: number of sequences, this one and those opened after it, that share a GPU's free
                 memory.
             prefix: the KV of its longest common beginning with `tokens` is shared, and only what follows is
-                read.
+                prefilled.
         """
         with self.lock:
             runner = self.target.for_length(len(tokens), new_tokens)
-            kept = 0 if prefix is None else prefix.begins(tokens, runner)
-            shared_tokens = 0 if prefix is None else prefix.shared_tokens(kept)
+            prefix_tokens = 0 if prefix is None else prefix.begins(tokens, runner)
+            shared_tokens = 0 if prefix is None else prefix.shared_tokens(prefix_tokens)
             self.check_room([(len(tokens), new_tokens)], shared_tokens)
             if tiers is None:
                 plan = self.planner.plan(len(tokens), new_tokens, sequences, shared_tokens)
             else:
-                plan = self.planner.placed(len(tokens), new_tokens, tiers)
-            shared = replace(self._shared, timeline=self.timeline)
-            sequence = TokenSequence(shared, plan, runner, len(tokens) + new_tokens, prefix, kept)
+                plan = self.planner.plan_with(len(tokens), new_tokens, tiers)
+            resources = replace(self._resources, timeline=self.timeline)
+            sequence = TokenSequence(resources, plan, runner, len(tokens) + new_tokens, prefix, prefix_tokens)
             self._sequences.append(sequence)
             try:
-                self.read(sequence, tokens[kept:])
+                self.prefill(sequence, tokens[prefix_tokens:])
             except BaseException:
                 self.close_sequence(sequence)
                 raise
             return sequence
 
-    def read(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
-        """Appends tokens to a sequence. Where that fails, the sequence is as it was."""
+    def prefill(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
+        """Appends tokens to a sequence and prefills them. Where that fails, the sequence is as it was."""
         report = self.on_progress
         with self.lock:
             self.stop(sequence)
-            sequence.read(tokens, None if report is None else lambda done, of: report("prefill", done, of))
+            sequence.prefill(tokens, None if report is None else lambda done, of: report("prefill", done, of))
 
     def snapshot(self, sequence: TokenSequence) -> KVPrefix:
         """Returns the tokens of a sequence and their KV, which it shares and goes on from; to be closed."""
@@ -257,17 +257,17 @@ class Engine:
             self.check_open()
             self.planner.check_room(sizes, shared_tokens)
 
-    def check_growth(self, sequence: TokenSequence, tokens: int, kept: int | None = None) -> None:
+    def check_growth(self, sequence: TokenSequence, tokens: int, start: int | None = None) -> None:
         """Refuses so many more tokens of an open sequence where they exceed positions or memory.
 
         Args:
-            kept: length to which it is rewound before; None: it is not.
+            start: length to which it is rewound before; None: it is not.
         """
-        kept = len(sequence.tokens) if kept is None else kept
-        check_positions(self.target, kept, tokens)
-        sequence.check_length(kept + tokens)
-        room = sequence.full.sequence.room_after(min(sequence.full.sequence.length, max(0, kept - 1)))
-        self.check_room([(0, max(0, kept + tokens - room))])
+        start = len(sequence.tokens) if start is None else start
+        check_positions(self.target, start, tokens)
+        sequence.check_length(start + tokens)
+        room = sequence.full.sequence.room_after(min(sequence.full.sequence.length, max(0, start - 1)))
+        self.check_room([(0, max(0, start + tokens - room))])
 
     def check_open(self) -> None:
         """Raises UsageError where everything was closed."""
@@ -290,7 +290,7 @@ class Engine:
                 closing.callback(self._second.close)
             if self._thread is not None:
                 closing.callback(self._thread.close)
-            closing.callback(self._shared.pool.drop_free)
+            closing.callback(self._resources.pool.drop_free)
             for sequence in self._sequences:
                 closing.callback(sequence.close)
             self._sequences = []

@@ -52,18 +52,18 @@ Likelihood = tuple[float, tuple[tuple[int, float], ...]]
 
 
 @torch.inference_mode()
-def likelihoods(round: Round, most: int) -> list[Likelihood]:
+def likelihoods(round: Round, count: int) -> list[Likelihood]:
     """Returns the log probabilities of a round's tokens by the model's own logits. The host waits once.
 
     Args:
-        most: number of likeliest tokens, whose log probabilities are returned too.
+        count: number of likeliest tokens, whose log probabilities are returned too.
     """
     logits = round.logits.to(torch.promote_types(round.logits.dtype, torch.float32))
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, to_device(round.tokens, logits.device)[:, None])[:, 0]
-    best = logprobs.topk(min(most, logits.shape[1]), dim=-1)
-    read = to_host(own, best.indices, best.values) if most else to_host(own)
-    own_read, *best_read = (tensor.tolist() for tensor in read)
+    best = logprobs.topk(min(count, logits.shape[1]), dim=-1)
+    copies = to_host(own, best.indices, best.values) if count else to_host(own)
+    own_read, *best_read = (tensor.tolist() for tensor in copies)
     if not best_read:
         return [(logprob, ()) for logprob in own_read]
     return [
@@ -119,14 +119,14 @@ class OutputProcessor:
     def write(self, round: Round | Exception, ms: float) -> Iterator[TokenEvent]:
         """Returns the events of a decode step that took `ms`, up to the end of the text.
 
-        Log probabilities, if they are wanted, are read at once.
+        Log probabilities, if they are wanted, are copied to the host at once.
         """
         self._ms += ms
         if isinstance(round, Exception):
             self._finish, self.error = "error", round
             return iter(())
-        most = self._params.logprobs
-        likely = [] if most is None else likelihoods(round, most)
+        count = self._params.logprobs
+        likely = [] if count is None else likelihoods(round, count)
         return self._events(round, likely)
 
     def _events(self, round: Round, likely: Sequence[Likelihood]) -> Generator[TokenEvent]:
@@ -180,8 +180,8 @@ class OutputProcessor:
             answer=answer,
             finish_reason=self._finish,
             timings=Timings(
-                prefill_tokens=sequence.read_tokens,
-                prefill_ms=sequence.read_ms,
+                prefill_tokens=sequence.prefill_tokens,
+                prefill_ms=sequence.prefill_ms,
                 new_tokens=len(self.tokens),
                 decode_ms=ms,
                 tokens_per_second=1e3 * len(self.tokens) / ms if ms > 0 else 0.0,

@@ -19,8 +19,8 @@ from offload_rt.caches.selection import LAST_QUERIES
 from offload_rt.model.runner import CausalModel
 
 Progress = Callable[[int, int], None]
-LAST_READ = 256
-"""Tokens at the end of a prompt that are read on their own where a model has local layers."""
+LAST_PORTION = 256
+"""Tokens at the end of a prompt that are a portion of their own where a model has local layers."""
 
 
 @torch.inference_mode()
@@ -33,10 +33,10 @@ def prefill(
     *,
     outputs: bool = False,
 ) -> Tensor | None:
-    """Reads tokens behind those that a cache holds; the derived caches are not told (see `build_derived`).
+    """Computes the KV of tokens behind those of a cache; derived caches are filled by `build_derived`.
 
-    Behind others, `chunk` tokens at a time go through all layers: what is there crosses the link once for all
-    of them, and a GPU attends to it about as long as that takes.
+    Behind others, `chunk` tokens at a time go through all layers: the earlier KV crosses the link once for
+    all of them, and a GPU attends to it about as long as that takes.
 
     Args:
         tokens: without the sequence's last token, whose pass is the first verification.
@@ -53,9 +53,9 @@ def prefill(
     if cache.verified_length and outputs:
         raise ValueError("outputs are available only for an empty cache")
     end = len(tokens)
-    # A sequence with local layers returns to lengths at which something was read: with another end, such a
-    # prompt is not read again from its beginning.
-    alone = LAST_READ if model.kinds.local and not outputs and end > 2 * LAST_READ else 0
+    # A sequence with local layers returns only to lengths at which a portion ended: with another end, such a
+    # prompt is not prefilled again from its beginning.
+    alone = LAST_PORTION if model.kinds.local and not outputs and end > 2 * LAST_PORTION else 0
     # An empty cache takes all tokens layer by layer, so that no KV comes back over the link.
     portion = chunk if cache.verified_length else end
     layers, hidden = model.layers, None
@@ -66,11 +66,11 @@ def prefill(
             if progress is not None:
                 progress(before + token_layers, layers * end)
 
-        hidden = _read(model, cache, tokens[start:stop], chunk, report, outputs)
+        hidden = _prefill_portion(model, cache, tokens[start:stop], chunk, report, outputs)
     return hidden
 
 
-def _read(
+def _prefill_portion(
     model: CausalModel,
     cache: FullCache,
     tokens: Sequence[int],
@@ -78,7 +78,7 @@ def _read(
     report: Callable[[int], None],
     outputs: bool,
 ) -> Tensor | None:
-    """Reads tokens behind those of a cache, layer by layer; for arguments and result see `prefill`."""
+    """Prefills tokens behind those of a cache, layer by layer; for arguments and result see `prefill`."""
     count, first = len(tokens), cache.verified_length
     hidden = model.embed(torch.tensor(tokens, device=model.device))
     positions = torch.arange(first, first + count, device=model.device)

@@ -1,4 +1,4 @@
-"""A prefix: tokens that were read, with their KV in the store and no memory on any device."""
+"""A prefix: tokens that were prefilled, with their KV in the store and no memory on any device."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def usable_length(points: Sequence[int] | None, length: int) -> int:
     Args:
         points: lengths that it can return to; None: it can to any.
     """
-    return length if points is None else max((one for one in points if one <= length), default=0)
+    return length if points is None else max((point for point in points if point <= length), default=0)
 
 
 def usable_tokens(
-    points: Sequence[int] | None, verified: int, tokens: Sequence[int], wanted: Sequence[int]
+    points: Sequence[int] | None, verified: int, tokens: Sequence[int], prompt: Sequence[int]
 ) -> int:
-    """Returns with how many of `tokens` a sequence of `wanted` may begin: those with KV, and one more.
+    """Returns with how many of `tokens` a sequence of `prompt` may begin: those with KV, and one more.
 
     Args:
         points: see `usable_length`.
         verified: number of tokens with KV.
     """
-    common = common_beginning(tokens, wanted)
+    common = common_beginning(tokens, prompt)
     usable = usable_length(points, min(verified, max(0, common - 1)))
     return min(common, usable + 1) if usable or points is None else 0
 

@@ -79,9 +79,9 @@ def save_prefix(
     for layer in range(layout.layers):
         shape, dtype = layout.slab_shape(whole // layout.page_size)
         parts.append(Part(f"pages.{layer}", dtype, shape, _Pages(kv, layer)))
-        if kept := [(at, pages) for at, _, pages in kv.forms(layer, 0, whole) if pages is not None]:
-            unpacked[layer] = [at // layout.page_size for at, _ in kept]
-            parts.append(Part.of(f"unpacked.{layer}", torch.cat([pages for _, pages in kept])))
+        if unpacked_pages := [(at, pages) for at, _, pages in kv.forms(layer, 0, whole) if pages is not None]:
+            unpacked[layer] = [at // layout.page_size for at, _ in unpacked_pages]
+            parts.append(Part.of(f"unpacked.{layer}", torch.cat([pages for _, pages in unpacked_pages])))
     about = {
         "kind": KIND,
         "version": str(VERSION if layout.packed else 1),
@@ -121,7 +121,9 @@ def _point_tensors(at: int, point: RewindPoint) -> dict[str, Tensor]:
     """Returns the tensors of a point that the sequence can return to, by their names in the file."""
     tensors = {} if point.queries is None else {f"queries.{at}": point.queries}
     if point.local is not None:
-        tensors |= {f"window.{at}.{layer}": one.kv.contiguous() for layer, one in point.local.windows.items()}
+        tensors |= {
+            f"window.{at}.{layer}": window.kv.contiguous() for layer, window in point.local.windows.items()
+        }
         for layer, state in point.local.states.items():
             named = state_tensors(state.state).items()
             tensors |= {f"state.{at}.{layer}.{name}": tensor.contiguous() for name, tensor in named}
@@ -155,9 +157,9 @@ def _tail(kv: SequenceKV, start: int) -> Tensor:
     """Returns the tokens from `start` on, less than a page, `[layers, 2, kv_heads, tokens, head_dim]`."""
     layout, count = kv.layout, kv.length - start
     tail = torch.empty(layout.layers, 2, layout.kv_heads, count, layout.head_dim, dtype=layout.dtype)
-    for layer, kept in enumerate(tail if count else ()):
+    for layer, places in enumerate(tail if count else ()):
         (pages,) = kv.views(layer, start, kv.length)
-        pages.copy_to(*kept)
+        pages.copy_to(*places)
     return tail
 
 
@@ -169,15 +171,15 @@ class SavedContext(ContextFile):
 
     def _read_header(self) -> None:
         super()._read_header()
-        stored = self._sizes
+        sizes = self._sizes
         dtype, _ = self._file.kind("tail")
-        sizes = stored.layers, stored.kv_heads, stored.head_dim
-        self._layout = KVLayout(*sizes, dtype, stored.page_size, stored.packed)
+        shape = sizes.layers, sizes.kv_heads, sizes.head_dim
+        self._layout = KVLayout(*shape, dtype, sizes.page_size, sizes.packed)
 
     def begins(self, tokens: Sequence[int]) -> int:
         """Returns with how many tokens of the context a sequence of `tokens` may begin."""
-        local = any(one is not None for one in self._described)
-        return usable_tokens(self._reads if local else None, self._length, self.tokens, tokens)
+        local = any(local_state is not None for local_state in self._described)
+        return usable_tokens(self._lengths if local else None, self._length, self.tokens, tokens)
 
     def check(self, fingerprint: Fingerprint) -> None:
         """Raises UsageError where a model cannot go on from this context; names what differs."""
@@ -201,16 +203,18 @@ class SavedContext(ContextFile):
             UsageError: the file is corrupt.
             MemoryError: memory is short.
         """
-        wanted = self.tokens[:tokens]
+        prompt = self.tokens[:tokens]
         kv = engine.store.new_sequence()
         try:
             with self._errors_in_a_line():
-                most = min(self._length, max(0, len(wanted) - 1))
-                points = self._points(target, most)
-                length = usable_length([one.length for one in points] if target.kinds.local else None, most)
+                verified = min(self._length, max(0, len(prompt) - 1))
+                points = self._points(target, verified)
+                length = usable_length(
+                    [point.length for point in points] if target.kinds.local else None, verified
+                )
                 kv.reserve(length)
                 self._load_kv(kv, length, on_progress)
-            return KVPrefix(wanted, kv, points, target, engine.lock)
+            return KVPrefix(prompt, kv, points, target, engine.lock)
         except BaseException:
             kv.close()
             raise
@@ -219,7 +223,7 @@ class SavedContext(ContextFile):
         """Returns the lengths up to `length` that the sequence can return to."""
         points = []
         try:
-            for at, (end, described) in enumerate(zip(self._reads, self._described, strict=True)):
+            for at, (end, described) in enumerate(zip(self._lengths, self._described, strict=True)):
                 if not 0 < end <= length:  # to no token it can return without a point
                     continue
                 queries, local = None, None
@@ -249,35 +253,35 @@ class SavedContext(ContextFile):
         for name, state in described.items():
             tensors = {key: self._file.tensor(f"state.{at}.{name}.{key}") for key in state["tensors"]}
             assert carrier is not None
-            made = restored_state(carrier.layers[int(name)], state["values"], tensors)
-            states[int(name)] = RecurrentState(made)
+            restored = restored_state(carrier.layers[int(name)], state["values"], tensors)
+            states[int(name)] = RecurrentState(restored)
         return LocalHistory(windows=windows, states=states)
 
     def _load_kv(self, kv: SequenceKV, length: int, on_progress: Progress) -> None:
-        layout, theirs = kv.layout, self._layout
+        layout, file_layout = kv.layout, self._layout
         in_pages = min(length, self._in_pages)
-        size = theirs.pages(in_pages) * theirs.page_bytes  # of a layer
-        done, total, report = 0, layout.layers * size, _report(on_progress, "load")
+        size = file_layout.pages(in_pages) * file_layout.page_bytes  # of a layer
+        loaded, total, report = 0, layout.layers * size, _report(on_progress, "load")
         for layer in range(layout.layers):
-            kept = self._kept(layer)
-            if theirs == layout:
+            unpacked = self._unpacked_pages(layer)
+            if file_layout == layout:
                 for end, _ in self._file.fill(f"pages.{layer}", size, _Pages(kv, layer)):
-                    report(done + end, total)
-                for page, values in kept.items():
+                    report(loaded + end, total)
+                for page, values in unpacked.items():
                     if page < layout.pages(in_pages):
                         kv.open_page(layer, page * layout.page_size).copy_(values)
                 kv.advance(layer, in_pages)
             else:
-                for end, (read,) in self._file.fill(f"pages.{layer}", size, _new_memory):
-                    first = (end - len(read)) // theirs.page_bytes
-                    _append(kv, layer, _unpacked(kv, theirs, read, first, kept), in_pages)
-                    report(done + end, total)
-            done += size
+                for end, (memory,) in self._file.fill(f"pages.{layer}", size, _new_memory):
+                    first = (end - len(memory)) // file_layout.page_bytes
+                    _append(kv, layer, _unpacked(kv, file_layout, memory, first, unpacked), in_pages)
+                    report(loaded + end, total)
+            loaded += size
         if length > in_pages:
             for layer, (keys, values) in enumerate(self._file.tensor("tail")[:, :, :, : length - in_pages]):
                 kv.append(layer, keys, values)
 
-    def _kept(self, layer: int) -> dict[int, Tensor]:
+    def _unpacked_pages(self, layer: int) -> dict[int, Tensor]:
         """Returns the pages of a layer that are not packed though others are, by their numbers."""
         if layer not in self._unpacked:
             return {}
@@ -289,21 +293,21 @@ def _new_memory(start: int, end: int) -> list[Tensor]:
 
 
 def _unpacked(
-    kv: SequenceKV, layout: KVLayout, read: Tensor, first: int, kept: Mapping[int, Tensor]
+    kv: SequenceKV, layout: KVLayout, memory: Tensor, first: int, unpacked: Mapping[int, Tensor]
 ) -> Tensor:
     """Returns pages that were read from a file, from page `first` of a layer on, as they are on a device."""
     if not layout.packed:
-        return read.view(layout.dtype).view(layout.pages_shape(-1))
-    packed = read.view(-1, layout.page_bytes)
+        return memory.view(layout.dtype).view(layout.pages_shape(-1))
+    packed = memory.view(-1, layout.page_bytes)
     pages = torch.empty(layout.pages_shape(len(packed)), dtype=layout.dtype)
     kv.codec.decode(layout.packed_shape, packed, pages)
-    for page in kept.keys() & range(first, first + len(pages)):
-        pages[page - first] = kept[page][0]
+    for page in unpacked.keys() & range(first, first + len(pages)):
+        pages[page - first] = unpacked[page][0]
     return pages
 
 
-def _append(kv: SequenceKV, layer: int, pages: Tensor, most: int) -> None:
-    """Appends pages of another size to a layer, up to a length of `most` tokens."""
-    left = most - kv.layer_length(layer)
-    read = PlainPages.of(pages)
-    kv.append(layer, *read.head_major(0, min(left, read.tokens)))
+def _append(kv: SequenceKV, layer: int, pages: Tensor, end: int) -> None:
+    """Appends pages of another size to a layer, up to a length of `end` tokens."""
+    missing = end - kv.layer_length(layer)
+    view = PlainPages.of(pages)
+    kv.append(layer, *view.head_major(0, min(missing, view.tokens)))

@@ -48,21 +48,21 @@ class TokenSequence:
     """A sequence of tokens with its KV, caches and composition, from its first token to `close`.
 
     Args:
-        plan: where its KV lies, and how it is read and continued.
+        plan: where its KV is, and how it is prefilled and continued.
         target: the runner for sequences of this length.
-        room: tokens that there should be room for.
-        prefix: it begins with tokens of this prefix, and their KV; None: it is empty.
-        kept: how many.
+        room: tokens for which pages are reserved.
+        prefix: the sequence begins with tokens of this prefix, and their KV; None: it is empty.
+        prefix_tokens: how many of the prefix.
 
     Attributes:
         target: the runner of the target model.
-        tokens: token IDs that were read, and those that were generated after them.
+        tokens: token IDs of the prompt, and those that were generated after them.
         start: number of tokens when the newest continuation began.
         verifier: the composition; the target over its full cache.
-        ready: a draft that was made ahead for the sequence as it is now; None: there is none.
+        next_proposal: a draft that was made ahead for the sequence as it is now; None: there is none.
         rounds: times of the rounds so far.
-        read_tokens: tokens that were read since the continuation before.
-        read_ms: time in which they were read and the caches of drafting levels filled.
+        prefill_tokens: tokens that were prefilled since the previous continuation.
+        prefill_ms: time of that prefill and of filling the caches of drafting levels.
     """
 
     verifier: Verifier
@@ -70,56 +70,56 @@ class TokenSequence:
 
     def __init__(
         self,
-        shared: SharedResources,
+        resources: SharedResources,
         plan: SequencePlan,
         target: CausalModel,
         room: int,
         prefix: KVPrefix | None = None,
-        kept: int = 0,
+        prefix_tokens: int = 0,
     ) -> None:
         self.plan = plan
         self.config, tiers = plan.config, plan.tiers
-        self.tokens: list[int] = [] if prefix is None else prefix.tokens[:kept]
+        self.tokens: list[int] = [] if prefix is None else prefix.tokens[:prefix_tokens]
         self.start = 0
-        self.read_tokens = 0
-        self.read_ms = 0.0
-        self.timeline = shared.timeline
-        self.ready: Proposal | None = None
+        self.prefill_tokens = 0
+        self.prefill_ms = 0.0
+        self.timeline = resources.timeline
+        self.next_proposal: Proposal | None = None
         self.rounds: list[RoundTimes] = []
-        self._shared = shared
+        self._resources = resources
         self.target = target
         self._ended = False
-        self._consumed = True  # a continuation has counted `read_tokens`
+        self._consumed = True  # a continuation has counted `prefill_tokens`
         self._caches: list[BoundedCache | SplitCache] = []
         if prefix is None:
-            self._kv = shared.store.new_sequence(*kept_means(plan.config))
+            self._kv = resources.store.new_sequence(*kept_means(plan.config))
         else:
-            self._kv = prefix.kv.fork(prefix.verified_length(kept), *kept_means(plan.config))
+            self._kv = prefix.kv.fork(prefix.verified_length(prefix_tokens), *kept_means(plan.config))
         with ExitStack() as closing:
             closing.callback(self._release_caches)
             closing.callback(self._kv.close)
             self._kv.reserve(room)
-            self.transfer = self._transfer_over(shared.link)
+            self.transfer = self._transfer_over(resources.link)
             closing.callback(self.transfer.close)
             remote = list[RemoteAttention]()
             if tiers.cpu_tokens:
-                remote.append(CpuAttention(tiers.cpu_tokens, shared.target.device, shared.timeline))
+                remote.append(CpuAttention(tiers.cpu_tokens, resources.target.device, resources.timeline))
                 closing.callback(remote[-1].close)
             self._transfers = [self.transfer]
-            for link, tier in zip(shared.other_links, tiers.gpus, strict=False):
+            for link, tier in zip(resources.other_links, tiers.gpus, strict=False):
                 transfer = self._transfer_over(link)
                 closing.callback(transfer.close)
                 remote.append(
-                    GpuAttention(transfer, tier, target.device, shared.timeline, packed=tiers.packed)
+                    GpuAttention(transfer, tier, target.device, resources.timeline, packed=tiers.packed)
                 )
                 closing.callback(remote[-1].close)
                 self._transfers.append(transfer)
             self.full = FullCache(
                 self.transfer,
-                shared.backend,
+                resources.backend,
                 tiers.resident_tokens,
                 remote,
-                LocalState(target.local_layers, shared.backend),
+                LocalState(target.local_layers, resources.backend),
                 packed=tiers.packed,
             )
             closing.callback(self.full.close)
@@ -133,24 +133,24 @@ class TokenSequence:
         return TransferEngine(self._kv, link, segment_tokens=segment_tokens, ring_buffers=store.ring_buffers)
 
     def _compose(self, plan: SequencePlan, continuation: Continuation) -> None:
-        shared, config = self._shared, plan.config
+        resources, config = self._resources, plan.config
         self.config, self._continuation = config, continuation
         self._release_caches()
         self.full.derived.clear()
-        resources = Resources(
+        level_resources = Resources(
             config,
             self.target,
             self.full,
             continuation.sampling,
-            pages=shared.store.layout.pages(len(self.tokens) + continuation.max_tokens),
-            shared=shared,
+            pages=resources.store.layout.pages(len(self.tokens) + continuation.max_tokens),
+            shared=resources,
         )
-        self._caches = resources.caches
-        self.verifier = compose(resources)
-        shared.pool.drop_free()
+        self._caches = level_resources.caches
+        self.verifier = compose(level_resources)
+        resources.pool.drop_free()
         levels, costs = levels_of(config), plan.costs(len(self.tokens))
         # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
-        overlaps = bool(levels) and levels[-1].guesses and not shared.link.in_place
+        overlaps = bool(levels) and levels[-1].guesses and not resources.link.in_place
         self.controller = SpeculationController(
             costs,
             costs.request.drafts,
@@ -160,7 +160,7 @@ class TokenSequence:
             # Which random numbers are drawn depends on how much is drafted, and a seed repeats its tokens.
             clock=continuation.sampling.sampler.greedy,
         )
-        self.ready = None
+        self.next_proposal = None
         self.rounds = []
         self._ended = False
 
@@ -168,27 +168,27 @@ class TokenSequence:
         while self._caches:
             self._caches.pop().release()  # in this order: an interrupt never gives memory to two owners
 
-    def read(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         """Appends tokens. The full cache takes all but the sequence's last one, which opens the next round.
 
         Where that fails, the sequence is as it was.
         """
         before = len(self.tokens)
         started = clock.now()
-        # The last token is read, too, where others follow it.
+        # The last token is prefilled, too, where others follow it.
         self.full.rewind(min(self.full.verified_length, before if tokens else max(0, before - 1)))
         try:
             self.tokens += tokens
-            self._read(progress)
+            self._prefill_missing(progress)
         except BaseException:
             self.rewind(before)
             raise
         if self._consumed:
-            self.read_tokens, self.read_ms, self._consumed = 0, 0.0, False
-        self.read_tokens += len(tokens)
-        self.read_ms += 1e3 * (clock.now() - started)
+            self.prefill_tokens, self.prefill_ms, self._consumed = 0, 0.0, False
+        self.prefill_tokens += len(tokens)
+        self.prefill_ms += 1e3 * (clock.now() - started)
 
-    def _read(self, progress: Progress | None = None) -> None:
+    def _prefill_missing(self, progress: Progress | None = None) -> None:
         """Prefills the tokens that the full cache lacks, but for the last one."""
         missing = self.tokens[self.full.verified_length : -1]
         if missing:
@@ -228,21 +228,21 @@ class TokenSequence:
         self.check_length(len(self.tokens) + continuation.max_tokens)
         started = clock.now()
         if self._consumed:
-            self.read_tokens, self.read_ms = 0, 0.0
+            self.prefill_tokens, self.prefill_ms = 0, 0.0
         self._consumed = True
         self.rewind(len(self.tokens))
         # The queries of the last tokens choose the retrieved cache.
-        lost = bool(self.full.verified_length) and self.full.last_queries is None
-        if lost and self.target.kinds.full:
+        lacks_queries = bool(self.full.verified_length) and self.full.last_queries is None
+        if lacks_queries and self.target.kinds.full:
             self.full.rewind(max(0, self.full.verified_length - LAST_QUERIES))
-        self._read()
+        self._prefill_missing()
         self._kv.keep_means(*kept_means(plan.config))
         self.start = len(self.tokens)
         for transfer in self._transfers:
             transfer.counters = TransferCounters()
         self._compose(plan, continuation)
         self.take_prompt()
-        self.read_ms += 1e3 * (clock.now() - started)
+        self.prefill_ms += 1e3 * (clock.now() - started)
 
     def take_prompt(self) -> None:
         """Fills the caches of drafting levels. The full cache lacks only the last token."""
@@ -254,8 +254,8 @@ class TokenSequence:
 
     def check_length(self, length: int) -> None:
         """Raises UsageError where a sequence of so many tokens would need KV by other rotary frequencies."""
-        if self.tokens and self._shared.target.for_length(length, 0) is not self.target:
-            self._shared.target.for_length(len(self.tokens), max(0, length - len(self.tokens)))
+        if self.tokens and self._resources.target.for_length(length, 0) is not self.target:
+            self._resources.target.for_length(len(self.tokens), max(0, length - len(self.tokens)))
             raise UsageError(
                 f"a sequence of {length} tokens of {self.target.name} has other rotary frequencies (longrope)"
                 " than those that this one was read by: read it again"
@@ -277,17 +277,17 @@ class TokenSequence:
     def placement(self) -> dict[str, int]:
         """Number of tokens of each layer by tier; the last page is on the device until it is full."""
         page, tiers = self._kv.layout.page_size, self.plan.tiers
-        left = max(0, len(self.tokens) - 1) // page * page
-        placed = {}
-        for name, most in (
+        remaining = max(0, len(self.tokens) - 1) // page * page
+        placement = {}
+        for name, capacity in (
             ("resident_tokens", tiers.resident_tokens),
             ("cpu_tokens", tiers.cpu_tokens),
             ("other_gpus_tokens", sum(gpu.tokens for gpu in tiers.gpus)),
-            ("streamed_tokens", left),
+            ("streamed_tokens", remaining),
         ):
-            placed[name] = min(most, left)
-            left -= placed[name]
-        return placed
+            placement[name] = min(capacity, remaining)
+            remaining -= placement[name]
+        return placement
 
     @property
     def stop_tokens(self) -> Collection[int]:

@@ -31,20 +31,20 @@ def no_cuda_device() -> str | None:
     number = int(driver.partition(".")[0]) if driver else MINIMUM_DRIVERS[13]
     newest = 13 if number >= MINIMUM_DRIVERS[13] else 12
     install = f"{pip_install()} --force-reinstall --index-url {INDEXES[newest]} torch"
-    found = f'torch {torch.__version__} finds no CUDA device ("{reason}"); torch.version.cuda is {cuda}'
+    cause = f'torch {torch.__version__} finds no CUDA device ("{reason}"); torch.version.cuda is {cuda}'
     if cuda is None or "+cpu" in torch.__version__:
         # pip prefers 2.13.0+cpu to 2.13.0, and 2.13.0+cu130 to both.
         return (
-            f"{found}: this is a build for CPUs only, which pip prefers where an index with +cpu builds is"
+            f"{cause}: this is a build for CPUs only, which pip prefers where an index with +cpu builds is"
             f" configured, and {installed}; install a build for CUDA {newest} (driver {DRIVERS[newest]}):"
             f" {install}"
         )
     built = int(cuda.partition(".")[0])
-    needed = DRIVERS.get(built, "as CUDA's release notes say")
-    found += f", which needs an NVIDIA driver {needed}, and {installed}"
+    driver_version = DRIVERS.get(built, "as CUDA's release notes say")
+    cause += f", which needs an NVIDIA driver {driver_version}, and {installed}"
     if driver and number < MINIMUM_DRIVERS.get(built, 0):
-        return f"{found}; update the driver, or install a build for CUDA {newest}: {install}"
+        return f"{cause}; update the driver, or install a build for CUDA {newest}: {install}"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = "" if hidden is None else f" (it is {hidden!r})"
     remedy = "check that nvidia-smi lists the GPU, and" if driver else "install the driver, and check"
-    return f"{found}; {remedy} that CUDA_VISIBLE_DEVICES does not hide the GPU{shown}"
+    return f"{cause}; {remedy} that CUDA_VISIBLE_DEVICES does not hide the GPU{shown}"

@@ -33,8 +33,8 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return torch.device("cpu")
-    if missing := no_cuda_device():
-        raise UsageError(f"device {name}: {missing}; or use --device cpu")
+    if reason := no_cuda_device():
+        raise UsageError(f"device {name}: {reason}; or use --device cpu")
     number, count = int(gpu[1]) if gpu else torch.cuda.current_device(), torch.cuda.device_count()
     if number >= count:
         raise UsageError(f"device {name}: this torch sees {count} CUDA devices, counted from 0")
@@ -66,6 +66,6 @@ def choose_dtype(name: str, device: torch.device, own: object) -> torch.dtype | 
     Args:
         own: the checkpoint's, by its config; of any other type: it names none.
     """
-    known = ElementType.of(own) if own in DTYPES.values() else None
-    chosen = choose_element(name, device.type != "cpu", known)
-    return None if chosen is None else DTYPES[str(chosen)]
+    own_element = ElementType.of(own) if own in DTYPES.values() else None
+    element = choose_element(name, device.type != "cpu", own_element)
+    return None if element is None else DTYPES[str(element)]

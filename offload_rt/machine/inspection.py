@@ -74,10 +74,10 @@ def inspect(refresh: bool = False, on_progress: OnProgress | None = None) -> Rep
         host, gpus = inventory.read_host(), inventory.read_gpus()  # measuring loads libraries, which stay
     hardware = measured["hardware"]
     memory = {"memory_bytes": host.available_bytes, "lockable_bytes": inventory.lockable_memory(host)}
-    free = (
+    usable_gpus = (
         replace(gpu, memory_bytes=facts.free_bytes) for gpu, facts in zip(hardware.gpus, gpus, strict=True)
     )
-    hardware = replace(hardware, host=replace(hardware.host, **memory), gpus=tuple(free))
+    hardware = replace(hardware, host=replace(hardware.host, **memory), gpus=tuple(usable_gpus))
     facts: dict[str, Any] = {"host": host, "gpus": gpus, "versions": versions, "notices": tuple(notices)}
     return Report(**measured | facts | {"hardware": hardware}, no_cuda_device=no_cuda_device())
 
@@ -85,9 +85,9 @@ def inspect(refresh: bool = False, on_progress: OnProgress | None = None) -> Rep
 @contextmanager
 def _measuring_alone() -> Iterator[None]:
     """Waits until no other process of the user measures, where the cache folder can be written to."""
-    with ExitStack() as held:
+    with ExitStack() as locks:
         with suppress(OSError):
-            held.enter_context(locked(cache_folder() / "measuring.lock", "ab"))
+            locks.enter_context(locked(cache_folder() / "measuring.lock", "ab"))
         yield
 
 
@@ -108,8 +108,10 @@ def usable_hardware(
     if device.type != "cuda":
         return named_hardware(NO_GPU, ram=(available_memory() + loaded_bytes + SYSTEM_BYTES) / GIB)
     measured = inspect(on_progress=on_progress).hardware
-    used = (device, loaded_bytes), *other_gpus
-    return replace(measured, gpus=tuple(_usable(measured.gpus, *one) for one in used))
+    devices = (device, loaded_bytes), *other_gpus
+    return replace(
+        measured, gpus=tuple(_usable(measured.gpus, *device_and_bytes) for device_and_bytes in devices)
+    )
 
 
 def _usable(gpus: Sequence[Gpu], device: torch.device, loaded_bytes: int) -> Gpu:
@@ -138,16 +140,16 @@ def _measure(
                 measured.append(measuring.measure_gpu(facts, copies, device))
                 processor = processor or measuring.measure_host(host.available_bytes, copies.copy)
         except RuntimeError as error:
-            free = f"{facts.free_bytes / GIB:.1f} GiB free"
+            memory = f"{facts.free_bytes / GIB:.1f} GiB free"
             raise UsageError(
-                f"GPU {number} ({facts.name}, {free}) could not be measured: {first_line(error)}; end other"
+                f"GPU {number} ({facts.name}, {memory}) could not be measured: {first_line(error)}; end other"
                 " programs that use it (nvidia-smi lists them), or hide it with CUDA_VISIBLE_DEVICES"
             ) from error
     if processor is None:
         on_progress("measure processor", 0, 1)
         processor = measuring.measure_host(host.available_bytes, None)
-    found, links = zip(*measured, strict=True) if measured else ((), ())
-    return Hardware(processor, found, measured=True), links
+    measured_gpus, links = zip(*measured, strict=True) if measured else ((), ())
+    return Hardware(processor, measured_gpus, measured=True), links
 
 
 def _file_name(host: HostFacts, gpus: tuple[GpuFacts, ...], versions: dict[str, str | None]) -> str:
@@ -165,8 +167,8 @@ def _load(file_name: str) -> dict[str, Any] | None:
     try:
         values = json.loads((cache_folder() / file_name).read_text(encoding="utf-8"))
         links = tuple((generation, width) for generation, width in values["links"])
-        kept = {"hardware": Hardware.from_json(values["hardware"]), "links": links}
-        return {name: values[name] for name in ("measured_at", "load_average")} | kept
+        measurements = {"hardware": Hardware.from_json(values["hardware"]), "links": links}
+        return {name: values[name] for name in ("measured_at", "load_average")} | measurements
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

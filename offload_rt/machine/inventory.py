@@ -204,12 +204,14 @@ def _asking(uuid: str) -> Callable[[str], Any]:
 
 
 def _version(package: str) -> str | None:
-    return next((found.version for found in importlib.metadata.distributions(name=package)), None)
+    return next(
+        (distribution.version for distribution in importlib.metadata.distributions(name=package)), None
+    )
 
 
 def _processor_field(name: str) -> str:
-    found = re.search(rf"^{name}\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^{name}\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 def _text(path: Path) -> str:

@@ -66,7 +66,7 @@ def least_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Returns the shortest time of several calls, on a GPU of their kernels."""
     if device.type == "cpu":
         return min(seconds(work) for _ in range(REPEATS))
-    spent: list[float] = []
+    times: list[float] = []
     with torch.cuda.device(device):
         for _ in range(REPEATS):
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -74,8 +74,8 @@ def least_seconds(work: Callable[[], object], device: torch.device) -> float:
             work()
             ended.record()
             ended.synchronize()
-            spent.append(began.elapsed_time(ended) / 1e3)
-    return min(spent)
+            times.append(began.elapsed_time(ended) / 1e3)
+    return min(times)
 
 
 def memory_rate(device: torch.device, size: int) -> float:
@@ -87,8 +87,8 @@ def memory_rate(device: torch.device, size: int) -> float:
 def compute_rate(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> float:
     """Returns the GFLOP/s of `[rows, width] @ [width, width]`: the best of several products."""
     # With zeros or ones a GPU draws less power, and computes faster, than with a model's numbers.
-    given: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
-    left, right = torch.randn(rows, width, **given), torch.randn(width, width, **given)
+    options: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
+    left, right = torch.randn(rows, width, **options), torch.randn(width, width, **options)
     return 2 * rows * width**2 / least_seconds(lambda: left @ right, device) / 1e9
 
 
@@ -101,17 +101,17 @@ def quantized_rates(
         width, count: of the square matrices, each of which is multiplied in turn.
     """
     rates = list[ProductRate]()
-    given: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
+    options: Any = {"generator": torch.Generator(device).manual_seed(0), "device": device, "dtype": dtype}
     for name in (NF4, INT8):
         if Quantization.named(name).missing_packages:
             continue
         try:
-            first = quantized_linear(name, torch.randn(width, width, **given))
+            first = quantized_linear(name, torch.randn(width, width, **options))
         except (ImportError, AttributeError, OSError):  # a package that does not go with this torch
             continue
         matrices = [first, *(copy.deepcopy(first) for _ in range(count - 1))]
         for rows in PRODUCT_ROWS:
-            multiply = partial(_multiply_all, matrices, torch.randn(1, rows, width, **given))
+            multiply = partial(_multiply_all, matrices, torch.randn(1, rows, width, **options))
             multiply()  # packs the weights, and initialises libraries
             rates.append(ProductRate(name, rows, count * width**2 / least_seconds(multiply, device) / 1e9))
     return tuple(rates)
@@ -170,8 +170,8 @@ class CpuAttention:
 
     def attend(self, queries: int) -> None:
         """Attends to everything with `queries` queries a key head, and takes the attention mass."""
-        asked = torch.ones(_KV_HEADS, queries, _HEAD_DIM, dtype=torch.bfloat16)
-        total = AttentionSum(self._backend, asked, _KV_HEADS, _HEAD_DIM**-0.5, _CHUNK)
+        query_rows = torch.ones(_KV_HEADS, queries, _HEAD_DIM, dtype=torch.bfloat16)
+        total = AttentionSum(self._backend, query_rows, _KV_HEADS, _HEAD_DIM**-0.5, _CHUNK)
         total.track_mass(0, len(self._pages) * _PAGE)
         total.attend_tracked(PlainPages.of(self._pages))
 
@@ -180,7 +180,7 @@ class CpuAttention:
         _, *turns = [  # the first turn warms up
             [seconds(self.attend, queries) for queries in ATTENTION_QUERIES] for _ in range(1 + REPEATS)
         ]
-        rates = (self.read_bytes / median(spent) / 1e9 for spent in zip(*turns, strict=True))
+        rates = (self.read_bytes / median(times) / 1e9 for times in zip(*turns, strict=True))
         return tuple(map(AttentionRate, ATTENTION_QUERIES, rates))
 
     def shares_beside(self, copy: Callable[[], None]) -> tuple[float, float]:
@@ -208,14 +208,14 @@ def measure_host(available: int, copy: Callable[[], None] | None) -> Host:
         available: bytes of available memory.
         copy: copies over the link and waits; None: there is no link.
     """
-    read = memory_rate(CPU, within(MEMORY_BYTES, available))
+    read_rate = memory_rate(CPU, within(MEMORY_BYTES, available))
     products = compute_rate(CPU, torch.float32, *PRODUCT)
     launch = launch_ms(CPU)
     attention = CpuAttention(within(ATTENTION_BYTES, available))
     rates = attention.rates()
     shares = (1.0, 1.0) if copy is None else attention.shares_beside(copy)
     quantized = quantized_rates(CPU, torch.float32, *QUANTIZED)
-    return Host(0, 0, read, products, rates, *shares, launch, quantized)
+    return Host(0, 0, read_rate, products, rates, *shares, launch, quantized)
 
 
 class PinnedCopies:
@@ -225,11 +225,11 @@ class PinnedCopies:
         to_device, to_host: enqueue copies; the result waits for them and returns their GB/s.
 
     Args:
-        free: bytes of free GPU memory.
+        free_bytes: bytes of free GPU memory.
     """
 
-    def __init__(self, device: torch.device, free: int) -> None:
-        size = within(COPY_BYTES, free)
+    def __init__(self, device: torch.device, free_bytes: int) -> None:
+        size = within(COPY_BYTES, free_bytes)
         self._slabs = SlabAllocator(pin=True, on_warning=lambda _: None)  # recommendations tell of it
         self.on_host = self._slabs.allocate((size,), torch.uint8).result().zero_()
         self.on_device = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -278,8 +278,8 @@ def measure_link(copies: PinnedCopies, uuid: str) -> tuple[float, float, PcieLin
 def measure_gpu(facts: GpuFacts, copies: PinnedCopies, device: torch.device) -> tuple[Gpu, PcieLink]:
     """Measures a GPU and its link; the caller fills in its free memory."""
     to_device, to_host, link = measure_link(copies, facts.uuid)
-    read = memory_rate(device, within(MEMORY_BYTES, facts.free_bytes))
+    read_rate = memory_rate(device, within(MEMORY_BYTES, facts.free_bytes))
     products = compute_rate(device, torch.bfloat16, *GPU_PRODUCT) / 1e3
     quantized = quantized_rates(device, torch.bfloat16, *GPU_QUANTIZED)
-    rates = read, products, to_device, to_host, launch_ms(device), quantized
+    rates = read_rate, products, to_device, to_host, launch_ms(device), quantized
     return Gpu(facts.name, 0, *rates, triton=facts.triton is None), link

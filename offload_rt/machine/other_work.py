@@ -28,7 +28,7 @@ class OtherWork:
         """Measures processor time from now on."""
         self._began, self._busy, self._own = time.monotonic(), self._busy_seconds(), _own_seconds()
 
-    def told(self) -> str | None:
+    def note(self) -> str | None:
         """Returns a note on the other work; None for little."""
         cores = len(self._cores)
         if self._load > BUSY_BEFORE * cores:

@@ -41,13 +41,13 @@ def recommendations(report: Report) -> tuple[str, ...]:
 
 
 def _for_gpus(report: Report) -> Iterator[str]:
-    for number, each in enumerate(zip(report.hardware.gpus, report.links, report.gpus, strict=True)):
-        yield from (f"GPU {number}: {found}" for found in _for_gpu(*each))
+    for number, gpu in enumerate(zip(report.hardware.gpus, report.links, report.gpus, strict=True)):
+        yield from (f"GPU {number}: {line}" for line in _for_gpu(*gpu))
 
 
 def _for_gpu(gpu: Gpu, link: PcieLink, facts: GpuFacts) -> Iterator[str]:
     (generation, width), (newest, widest) = (
-        tuple(part or 0 for part in one) for one in (link, facts.max_link)
+        tuple(part or 0 for part in pcie) for pcie in (link, facts.max_link)
     )
     if 0 < generation < newest or 0 < width < widest:
         yield (

@@ -86,18 +86,18 @@ def _named(owner: Any, names: tuple[str, ...]) -> Any:
 def missing_modules(model: Any) -> list[str]:
     """Returns the names of modules that a runner needs and a transformers model has not."""
     body = getattr(model, "model", None)
-    found = {
+    modules = {
         "model.embed_tokens": embedding(body),
         "model.layers": getattr(body, "layers", None),
         "model.norm": final_norm(body),
         "lm_head": getattr(model, "lm_head", None),
     }
-    return [name for name, module in found.items() if module is None]
+    return [name for name, module in modules.items() if module is None]
 
 
 def unsupported_settings(config: PretrainedConfig) -> list[str]:
     """Returns what a text model has by its config and a runner cannot compute."""
-    return [what for name, what in _REFUSED.items() if _is_set(config, name)]
+    return [meaning for name, meaning in _REFUSED.items() if _is_set(config, name)]
 
 
 def _is_set(config: PretrainedConfig, name: str) -> bool:

@@ -112,11 +112,11 @@ def _attention(
     unknown = [word for name, word in _CHANGES_ATTENTION.items() if extra.get(name) is not None]
     window = usable_window(module.config, extra.get("sliding_window"))
     if window != kind.window:
-        told, read = (
-            "no sliding window" if one is None else f"a sliding window of {one} tokens"
-            for one in (window, kind.window)
+        by_module, by_config = (
+            "no sliding window" if size is None else f"a sliding window of {size} tokens"
+            for size in (window, kind.window)
         )
-        unknown.append(f"{told} in layer {layer}, and {read} by its config")
+        unknown.append(f"{by_module} in layer {layer}, and {by_config} by its config")
     if attention_mask is not None:
         unknown.append("a mask of its own")
     if unknown:
@@ -204,13 +204,13 @@ def _mixers(model: PreTrainedModel) -> list[Any]:
     return [getattr(model.model.layers[layer], kinds.kinds[layer].mixer) for layer in kinds.recurrent]
 
 
-def _mix(mixer: torch.nn.Module, forward: Callable[..., Any], *given: Any, **arguments: Any) -> Any:
+def _mix(mixer: torch.nn.Module, forward: Callable[..., Any], *positional: Any, **arguments: Any) -> Any:
     """Runs a recurrent layer by the `LocalPass` of a pass; outside of one as it is."""
     name = next((name for name in CACHE_ARGUMENTS if isinstance(arguments.get(name), LayerPass)), None)
     if name is None:
-        return forward(*given, **arguments)
+        return forward(*positional, **arguments)
     layer_pass = arguments[name]
-    hidden = given[0] if given else arguments["hidden_states"]
+    hidden = positional[0] if positional else arguments["hidden_states"]
     run = partial(_run_mixer, forward, name)
     return layer_pass.attention.local.mix(int(mixer.layer_idx), run, hidden)  # type: ignore[arg-type]
 

@@ -115,10 +115,10 @@ def _check_plausible(config: PretrainedConfig, name: str) -> None:
 
 def _absurd(sizes: Mapping[str, object]) -> str | None:
     """Returns which number of a config no model has; None: all are plausible."""
-    for key, most in LARGEST.items():
+    for key, largest in LARGEST.items():
         value, least = sizes.get(key), int(key in NEVER_ZERO)
         if key not in UNCHECKED and not isinstance(value, int):
             continue  # transformers has checked it, and some architectures have a list
-        if value is not None and not (isinstance(value, int) and least <= value <= most):
-            return f"config.json has {key} = {briefly(value)}; a model has {least} to {most}"
+        if value is not None and not (isinstance(value, int) and least <= value <= largest):
+            return f"config.json has {key} = {briefly(value)}; a model has {least} to {largest}"
     return None

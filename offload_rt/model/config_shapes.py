@@ -79,7 +79,7 @@ def shape_of(
     mlps = [getattr(layer, "mlp", None) for layer in model.model.layers]
     experts = [getattr(mlp, "experts", None) for mlp in mlps]
     # transformers builds a model in a floating-point type of torch alone.
-    own = text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32
+    own_dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32
     quantized: dict[str, Any] = {}
     if quantization is not None:
         weights = (
@@ -106,15 +106,15 @@ def shape_of(
         family=text.model_type,
         # Models with several sets of frequencies are not stretched as a whole.
         rope_scaled=rope.get("rope_type", "default") != "default"
-        or any(isinstance(one, dict) for one in rope.values()),
+        or any(isinstance(item, dict) for item in rope.values()),
         ignored=ignored_parts(model.config),
         kinds=kinds,
         recurrence=recurrence_of(model, kinds, name),
         expert_parameters=max(
-            sum(p.numel() for name, p in one.named_parameters() if "bias" not in name) if one else 0
-            for one in experts
+            sum(p.numel() for name, p in item.named_parameters() if "bias" not in name) if item else 0
+            for item in experts
         ),
         quantization=quantization,
         **quantized,
-        dtype=dtype or ElementType.of(own),
+        dtype=dtype or ElementType.of(own_dtype),
     )

@@ -131,13 +131,13 @@ def recorded(
 
     replay, (logits, hidden) = capture(step)
 
-    def run(numbers: Tensor, given: PassInput) -> PassOutput:
+    def run(numbers: Tensor, pass_input: PassInput) -> PassOutput:
         # By kernels: `copy_` and `clone` would wait for bulk copies in a copy engine.
         computed_copy(numbers, out=inputs)
         replay()
         # Copied, as the next replay overwrites them.
-        states = computed_copy(hidden[-given.rows :]) if given.hidden else None
-        return PassOutput(computed_copy(logits[-given.rows :]), states)
+        states = computed_copy(hidden[-pass_input.rows :]) if pass_input.hidden else None
+        return PassOutput(computed_copy(logits[-pass_input.rows :]), states)
 
     return run
 
@@ -146,7 +146,7 @@ def recorded(
 class _BufferGraphs:
     """The passes seen and recorded over one buffer."""
 
-    seen: Counter[_Key] = field(default_factory=Counter)
+    passes: Counter[_Key] = field(default_factory=Counter)
     graphs: OrderedDict[_Key, Pass] = field(default_factory=OrderedDict)
 
 
@@ -199,21 +199,21 @@ class GraphedModel(CausalModel):
 
     @torch.inference_mode()
     def forward(self, inputs: Sequence[PassInput], order: LayerOrder | None = None) -> list[PassOutput]:
-        one, cache = inputs[0], inputs[0].cache
-        fits = len(cache.speculative) + one.new.count <= MAX_RECORDED_SPECULATION
-        alone = len(inputs) == 1 and one.new.count <= self.LONGEST and fits
+        pass_input, cache = inputs[0], inputs[0].cache
+        fits = len(cache.speculative) + pass_input.new.count <= MAX_RECORDED_SPECULATION
+        alone = len(inputs) == 1 and pass_input.new.count <= self.LONGEST and fits
         if self._capture is None or not alone or not isinstance(cache, BoundedCache) or not cache.recordable:
             return super().forward(inputs, order)
-        cache.begin(one.new)
-        numbers = to_device([*one.positions, *cache.graph_inputs(one.new)], self.device)
-        numbers = torch.cat([one.ids(self.device), numbers])
-        known = self._of_buffer.setdefault(cache.buffer, _BufferGraphs())
-        key = (one.new.count, order, self._rotary)
-        known.seen[key] += 1
-        if key in known.graphs or (known.seen[key] > self.RARE and not self.pass_running()):
+        cache.begin(pass_input.new)
+        numbers = to_device([*pass_input.positions, *cache.graph_inputs(pass_input.new)], self.device)
+        numbers = torch.cat([pass_input.ids(self.device), numbers])
+        recordings = self._of_buffer.setdefault(cache.buffer, _BufferGraphs())
+        key = (pass_input.new.count, order, self._rotary)
+        recordings.passes[key] += 1
+        if key in recordings.graphs or (recordings.passes[key] > self.RARE and not self.pass_running()):
             graph = self._graph(cache.buffer, cache.backend, key, numbers)
             if graph is not None:
-                return [graph(numbers, one)]
+                return [graph(numbers, pass_input)]
         return super().forward(inputs, order)
 
     @torch.inference_mode()

@@ -84,15 +84,15 @@ def load_head(path: Path, target: CausalModel) -> Head:
             f"states {similarity:.2f}): name one for it with head.path, or {TRAIN}"
         )
     head = Head(target.hidden_size, weights.get("gate.weight", own).shape[:1].numel())
-    if other := head.state_dict().keys() ^ weights.keys():
-        wrong = "has no place in a head" if min(other) in weights else "is missing"
-        raise UsageError(f"head {path}: {min(other)} {wrong}; {TRAIN}")
+    if differing := head.state_dict().keys() ^ weights.keys():
+        wrong = "has no place in a head" if min(differing) in weights else "is missing"
+        raise UsageError(f"head {path}: {min(differing)} {wrong}; {TRAIN}")
     for name, weight in head.state_dict().items():
-        found = weights[name]
-        if found.shape != weight.shape:
-            said = f"{name} is {list(found.shape)} and should be {list(weight.shape)}"
-            raise UsageError(f"head {path}: {said}; {TRAIN}")
-        if not bool(found.isfinite().all()):
+        stored_weight = weights[name]
+        if stored_weight.shape != weight.shape:
+            sizes = f"{name} is {list(stored_weight.shape)} and should be {list(weight.shape)}"
+            raise UsageError(f"head {path}: {sizes}; {TRAIN}")
+        if not bool(stored_weight.isfinite().all()):
             raise UsageError(f"head {path}: {name} has NaN or infinite entries; {TRAIN}")
-        weight.copy_(found)
+        weight.copy_(stored_weight)
     return head.to(target.device, target.dtype).eval()

@@ -104,9 +104,9 @@ class GenerationDefaults:
         self.notices.append(f"{file}: {wrong}; it is ignored")
 
     def _sampling(self) -> SamplingParams:
-        drawn = DRAWN if self._value("do_sample") else ()
-        valid: dict[str, Any] = {"temperature": 1.0} if drawn else {}
-        for name in (*drawn, *PENALTIES):
+        settings = DRAWN if self._value("do_sample") else ()
+        valid: dict[str, Any] = {"temperature": 1.0} if settings else {}
+        for name in (*settings, *PENALTIES):
             if (value := self._value(name)) is not None:
                 try:
                     SamplingParams(**{name: value})
@@ -119,19 +119,21 @@ class GenerationDefaults:
     def _end_tokens(self, model: PreTrainedModel) -> frozenset[int]:
         text_config = model.config.get_text_config()
         named = [(self._value("eos_token_id"), FILE)]
-        named += [(getattr(one, "eos_token_id", None), "config.json") for one in (model.config, text_config)]
+        named += [
+            (getattr(part, "eos_token_id", None), "config.json") for part in (model.config, text_config)
+        ]
         own = None if self._tokenizer is None else self._tokenizer.eos_token_id
         named.append((own, "tokenizer_config.json"))
         vocabulary = getattr(text_config, "vocab_size", None)
-        found = set()
+        tokens = set()
         for value, file in named:
             for end in _flat(value):
                 token = self._token(end)
                 if token is None:
                     self._ignored(f"eos_token_id {briefly(end)} is not a token", file)
                 elif token >= 0 and (vocabulary is None or token < vocabulary):
-                    found.add(token)
-        return frozenset(found)
+                    tokens.add(token)
+        return frozenset(tokens)
 
     def _token(self, end: object) -> int | None:
         """Returns the token ID that a value means: an integer, also as a float or text, or a token's text."""
@@ -160,7 +162,7 @@ class GenerationDefaults:
 def _flat(value: object) -> Iterator[object]:
     """Yields the values in nested lists, without None."""
     if isinstance(value, list | tuple):
-        for one in value:
-            yield from _flat(one)
+        for item in value:
+            yield from _flat(item)
     elif value is not None:
         yield value

@@ -26,7 +26,7 @@ def refuse_gguf(name: str, *files: Path) -> NoReturn:
 
     try:
         tensors = [tensor for file in files for tensor in GgufHeader.from_file(str(file)).tensors]
-        sizes = sum(one.nbytes for one in tensors), _EXPANDED * sum(prod(one.shape) for one in tensors)
+        sizes = sum(info.nbytes for info in tensors), _EXPANDED * sum(prod(info.shape) for info in tensors)
         stored, expanded = (f"{size / GIB:.1f} GiB of " for size in sizes)
     except Exception:  # a torn file, or a format that the reader does not know: it is refused in any case
         stored, expanded = "", ""

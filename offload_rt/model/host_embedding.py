@@ -49,5 +49,5 @@ def move_to_host(model: PreTrainedModel, device: torch.device) -> None:
 
 def host_bytes(model: PreTrainedModel) -> int:
     """Returns the bytes of weights of a model on a GPU that are in host memory."""
-    held = getattr(embedding(model.model), _MEMORY, None)
-    return 0 if held is None else int(held[0].nbytes)
+    memory = getattr(embedding(model.model), _MEMORY, None)
+    return 0 if memory is None else int(memory[0].nbytes)

@@ -74,8 +74,8 @@ def located(source: str | Path) -> str | Path:
 def cached_config(name: str) -> Path | None:
     """Returns the config.json of a hub ID in the hub's cache; None: it is not there."""
     with suppress(HFValidationError):
-        if isinstance(found := try_to_load_from_cache(name, "config.json"), str):
-            return Path(found)
+        if isinstance(path := try_to_load_from_cache(name, "config.json"), str):
+            return Path(path)
     return None
 
 

@@ -84,7 +84,7 @@ def _is_mixer(part: nn.Module) -> bool:
     """
     from torch import nn  # a shape by name needs no torch
 
-    return not hasattr(part, "is_causal") and any(isinstance(one, nn.Conv1d) for one in part.modules())
+    return not hasattr(part, "is_causal") and any(isinstance(module, nn.Conv1d) for module in part.modules())
 
 
 def _window(attention: nn.Module, config: Any, layer_type: str) -> int | None:

@@ -74,14 +74,14 @@ class LayerOrder:
         Raises:
             UsageError: the text is anything else, or names a layer that does not exist.
         """
-        kind, _, given = text.partition(":")
+        kind, _, details = text.partition(":")
         if text == EXACT:
             return None
-        size, at, first = given.partition("@")
+        size, at, first = details.partition("@")
         if kind == "groups" and size.isdecimal() and int(size) >= 1 and first.isdecimal() == bool(at):
             return cls(_groups(layers, int(size), int(first or size)))
-        if kind == "skip" and given:
-            return cls._skipping(text, given.split(","), layers)
+        if kind == "skip" and details:
+            return cls._skipping(text, details.split(","), layers)
         raise UsageError(f"layers {text!r}: write all, groups:N or groups:N@F (N at least 1) or skip:5,7a,9m")
 
     @classmethod
@@ -90,17 +90,17 @@ class LayerOrder:
         mlp: set[int] = set()
         for block in blocks:
             number = block.strip().rstrip("am")
-            which = block.strip().removeprefix(number)
-            if not number.isdecimal() or which not in ("", "a", "m"):
+            half = block.strip().removeprefix(number)
+            if not number.isdecimal() or half not in ("", "a", "m"):
                 raise UsageError(f"layers {text!r}: {block.strip()!r} is not a layer like 5, 5a or 5m")
             if int(number) >= layers:
                 raise UsageError(
                     f"layers {text!r}: layer {number} does not exist in a model of {layers} layers, 0 to"
                     f" {layers - 1}; python -m bench search-skips finds which of its own to skip"
                 )
-            if which != "m":
+            if half != "m":
                 attention.add(int(number))
-            if which != "a":
+            if half != "a":
                 mlp.add(int(number))
         if len(attention) == layers:
             raise UsageError(f"layers {text!r}: no attention is left; skip fewer layers")

@@ -72,8 +72,8 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase | None:
     except Exception as error:  # transformers raises many types for one thing
         wrong = f"its tokenizer cannot be read ({first_line(error)}); download it again"
         raise UsageError(f"model {source}: {wrong}") from error
-    if not isinstance(most := tokenizer.model_max_length, int | float):
-        wrong = f"tokenizer_config.json has model_max_length = {briefly(most)}, which is no number"
+    if not isinstance(longest := tokenizer.model_max_length, int | float):
+        wrong = f"tokenizer_config.json has model_max_length = {briefly(longest)}, which is no number"
         raise UsageError(f"model {source}: {wrong}; download it again")
     if not tokenizer.chat_template:
         tokenizer.chat_template = processor_template(located(source))
@@ -144,13 +144,13 @@ def load_model(
     gib = stored_bytes(model) / GIB
     move_to_host(model, device)
     try:
-        placed: PreTrainedModel = place_mlps(model, device, *remote_mlps or (device, 0))
-        move_scales(placed)
+        loaded: PreTrainedModel = place_mlps(model, device, *remote_mlps or (device, 0))
+        move_scales(loaded)
     except torch.OutOfMemoryError as error:
-        where = "the GPUs" if remote_mlps else "the GPU"
-        raise UsageError(f"model {name}: {gib:.1f} GiB of weights do not fit on {where}") from error
-    placed.eval()
-    return placed
+        place = "the GPUs" if remote_mlps else "the GPU"
+        raise UsageError(f"model {name}: {gib:.1f} GiB of weights do not fit on {place}") from error
+    loaded.eval()
+    return loaded
 
 
 def _read_weights(
@@ -168,7 +168,7 @@ def _read_weights(
     Raises:
         UsageError: names the architecture and the cause.
     """
-    wanted: Any = dtype if dtype is not None else "auto"
+    torch_dtype: Any = dtype if dtype is not None else "auto"
     loader: Any = AutoModelForCausalLM.from_pretrained  # its return type depends on its arguments
     progress = _LoadingProgress(on_progress)
     try:
@@ -176,7 +176,7 @@ def _read_weights(
             model, report = loader(
                 located(source),
                 config=config,
-                dtype=wanted,
+                dtype=torch_dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # its own error refers to a report that is not shown
                 trust_remote_code=False,
@@ -275,18 +275,18 @@ def _quiet_transformers(progress: _LoadingProgress) -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _check_report(where: str, report: Mapping[str, Any], expanded: bool) -> None:
+def _check_report(name: str, report: Mapping[str, Any], expanded: bool) -> None:
     """Refuses a model whose files hold weights that its config does not describe.
 
     Args:
         expanded: quantised weights were expanded as they were read.
     """
-    differ = f"model {where}: its config.json does not describe its weights"
+    differ = f"model {name}: its config.json does not describe its weights"
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
-        weight, held, described = mismatched[0]
+        weight, shape, described = mismatched[0]
         raise UsageError(
-            f"{differ}: {weight} is {list(held)} in the files and {list(described)} by the config; "
+            f"{differ}: {weight} is {list(shape)} in the files and {list(described)} by the config; "
             "download both again"
         )
     unknown = sorted(
@@ -302,7 +302,7 @@ def _check_report(where: str, report: Mapping[str, Any], expanded: bool) -> None
     missing = sorted(report["missing_keys"])
     if missing:
         raise UsageError(
-            f"model {where}: {len(missing)} weights are missing from its files, the first is {missing[0]}; "
+            f"model {name}: {len(missing)} weights are missing from its files, the first is {missing[0]}; "
             "download it again"
         )
 

@@ -87,10 +87,10 @@ def local_models(folders: Iterable[Path], skipped: Skipped = lambda line: None) 
     Args:
         folders: each a model's folder, or one of models, or one of folders of models.
     """
-    found: dict[str, LocalModel] = {}
-    for one in (*_embedded(), *_cached(skipped), *_in_folders(folders, skipped)):
-        found.setdefault(os.path.realpath(one.folder), one)
-    return list(found.values())
+    models: dict[str, LocalModel] = {}
+    for model in (*_embedded(), *_cached(skipped), *_in_folders(folders, skipped)):
+        models.setdefault(os.path.realpath(model.folder), model)
+    return list(models.values())
 
 
 def local_drafts(
@@ -108,12 +108,12 @@ def drafts_for(
     target: ModelShape, tokenizer: PreTrainedTokenizerBase | None, models: Iterable[LocalModel]
 ) -> list[LocalModel]:
     """Returns the models that can draft for a target: with its vocabulary, and far fewer parameters."""
-    return [one for one in models if tokenizer is not None and _drafts_for(target, tokenizer, one)]
+    return [model for model in models if tokenizer is not None and _drafts_for(target, tokenizer, model)]
 
 
 def _drafts_for(target: ModelShape, tokenizer: PreTrainedTokenizerBase, draft: LocalModel) -> bool:
-    most = target.parameters // FEWER_PARAMETERS
-    if draft.weight_bytes > most * 4 or draft.shape is None or draft.shape.parameters > most:
+    limit = target.parameters // FEWER_PARAMETERS
+    if draft.weight_bytes > limit * 4 or draft.shape is None or draft.shape.parameters > limit:
         return False  # compared with float32 first: the shape of a large model takes a while
     if draft.tokenizer is None:
         return False
@@ -141,9 +141,9 @@ def _cached(skipped: Skipped) -> Iterator[LocalModel]:
         return
     for broken in cache.warnings:
         skipped(f"the hub's cache has a broken entry: {first_line(broken)}")
-    for repository in sorted(cache.repos, key=lambda one: one.repo_id):
+    for repository in sorted(cache.repos, key=lambda item: item.repo_id):
         if repository.repo_type == "model" and repository.revisions:
-            newest = max(repository.revisions, key=lambda one: ("main" in one.refs, one.last_modified))
+            newest = max(repository.revisions, key=lambda item: ("main" in item.refs, item.last_modified))
             yield LocalModel(repository.repo_id, newest.snapshot_path)
 
 
@@ -152,11 +152,11 @@ def _in_folders(folders: Iterable[Path], skipped: Skipped) -> Iterator[LocalMode
         if not folder.is_dir():
             skipped(f"{folder}: there is no such folder")
             continue
-        for one in [folder] if _is_model(folder) else _folders(folder, skipped):
-            if _is_model(one):
-                yield LocalModel(str(one), one)
+        for path in [folder] if _is_model(folder) else _folders(folder, skipped):
+            if _is_model(path):
+                yield LocalModel(str(path), path)
             else:
-                yield from (LocalModel(str(m), m) for m in _folders(one, skipped) if _is_model(m))
+                yield from (LocalModel(str(m), m) for m in _folders(path, skipped) if _is_model(m))
 
 
 def _folders(folder: Path, skipped: Skipped) -> Iterator[Path]:
@@ -166,7 +166,7 @@ def _folders(folder: Path, skipped: Skipped) -> Iterator[Path]:
     except OSError as error:
         skipped(f"{folder}: cannot be read ({error.strerror})")
         return
-    yield from (one for one in inside if one.is_dir() and not one.name.startswith("."))
+    yield from (path for path in inside if path.is_dir() and not path.name.startswith("."))
 
 
 def _is_model(folder: Path) -> bool:

@@ -43,9 +43,9 @@ def _shape(
     layers, hidden, _, _, kv_heads, head_dim, _, _ = sizes
     if local is not None:
         full = LayerKind(kv_heads, head_dim)
-        other = replace(full, **local)
+        local_kind = replace(full, **local)
         numbers = range(1, layers + 1)
-        kinds = (full if full_every and number % full_every == 0 else other for number in numbers)
+        kinds = (full if full_every and number % full_every == 0 else local_kind for number in numbers)
         fields["kinds"] = LayerKinds(tuple(kinds))
     if value_heads is not None:
         fields["recurrence"] = _delta_rule(hidden, value_heads)
@@ -86,8 +86,8 @@ def known_name(name: str) -> str | None:
         parts = re.split(r"[-_ ]", name.lower())
         return "".join(part for part in parts if not _VARIANT.fullmatch(part))
 
-    published = (known for known in SHAPES if known not in DEMO_PARTS)
-    return next((known for known in published if plain(known) == plain(name)), None)
+    published = (shape_name for shape_name in SHAPES if shape_name not in DEMO_PARTS)
+    return next((shape_name for shape_name in published if plain(shape_name) == plain(name)), None)
 
 
 def find_shape(
@@ -110,22 +110,22 @@ def find_shape(
         UsageError: no such name or folder, or a model that the runtime does not support.
     """
     name = model_name(source)
-    known = known_name(name)
+    published = known_name(name)
     if name not in SHAPES and ("/" in name or Path(name).exists()):
-        config = cached_config(name) if known is not None else None
-        if known is None or config is not None:
+        config = cached_config(name) if published is not None else None
+        if published is None or config is not None:
             folder = source if config is None else config.parent
             check_exists(folder)
             from offload_rt.model.checkpoint_config import model_config  # with torch, which takes seconds
             from offload_rt.model.config_shapes import from_config
 
             return from_config(model_config(folder, rope), dtype, name, quantize)
-    if known is None:
+    if published is None:
         raise UsageError(
             f"model {name}: there is no such folder, and no shape of that name; there are "
             f"{', '.join(SHAPES)}; or give a hub ID such as owner/{name}"
         )
-    shape = SHAPES[known]
+    shape = SHAPES[published]
     if rope is not None:
         if shape.rope_scaled:
             wrong = f"its positions are scaled already, to {shape.max_positions}; leave --rope out"

@@ -35,10 +35,10 @@ class PassInput:
         return [self.cache.verified_length + depth - 1 for depth in self.new.depths]
 
     def ids(self, device: torch.device) -> Tensor:
-        """Returns the ids of the new tokens on the device, `[count]`."""
-        known, drawn = self.new.known, self.new.drawn
-        parts = [to_device(known, device)] if known or drawn is None else []
-        return joined(parts if drawn is None else [*parts, drawn.on(device)])
+        """Returns the IDs of the new tokens on the device, `[count]`."""
+        ids, draft = self.new.ids, self.new.draft
+        parts = [to_device(ids, device)] if ids or draft is None else []
+        return joined(parts if draft is None else [*parts, draft.on(device)])
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class BatchedAttention:
 
     def __init__(self, inputs: Sequence[PassInput]) -> None:
         self._inputs = inputs
-        self._counts = [one.new.count for one in inputs]
+        self._counts = [pass_input.new.count for pass_input in inputs]
         self.errors: list[Exception | None] = [None] * len(inputs)
 
     def begin(self) -> None:
-        for number, one in enumerate(self._inputs):
+        for number, pass_input in enumerate(self._inputs):
             try:
-                one.cache.begin(one.new)
+                pass_input.cache.begin(pass_input.new)
             except Exception as error:
                 self.errors[number] = error
 
@@ -82,16 +82,16 @@ class BatchedAttention:
         def attend(cache: Cache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return cache.attend(layer, query, key, value, softmax)
 
-        return self.each(attend, queries, keys, values)
+        return self.by_sequence(attend, queries, keys, values)
 
-    def each(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def by_sequence(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Computes a result of each sequence from its tokens in dimension 1, and joins the results."""
         split = (tensor.split(self._counts, dim=1) for tensor in tensors)
         outs = []
-        for number, (one, *parts) in enumerate(zip(self._inputs, *split, strict=True)):
+        for number, (pass_input, *parts) in enumerate(zip(self._inputs, *split, strict=True)):
             if self.errors[number] is None:
                 try:
-                    outs.append(compute(one.cache, *parts))
+                    outs.append(compute(pass_input.cache, *parts))
                     continue
                 except Exception as error:
                     self.errors[number] = error
@@ -109,7 +109,7 @@ class _BatchedLocal:
         def attend(cache: Cache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return cache.local.attend(layer, query, key, value, softmax)
 
-        return self._batch.each(attend, queries, keys, values)
+        return self._batch.by_sequence(attend, queries, keys, values)
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
-        return self._batch.each(lambda cache, part: cache.local.mix(layer, mixer, part), hidden)
+        return self._batch.by_sequence(lambda cache, part: cache.local.mix(layer, mixer, part), hidden)

@@ -19,20 +19,20 @@ def processor_template(source: str | Path) -> str | dict[str, str] | None:
         UsageError: a file that may hold it cannot be read.
     """
     for name in FILES:
-        found = cached_file(
+        path = cached_file(
             source,
             name,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
             _raise_exceptions_for_gated_repo=False,
         )
-        if found is None:
+        if path is None:
             continue
         try:
-            held = json.loads(Path(found).read_text("utf-8"))
-            template = held.get("chat_template")
+            values = json.loads(Path(path).read_text("utf-8"))
+            template = values.get("chat_template")
             if isinstance(template, list):  # as tokenizer_config.json lists several
-                template = {one["name"]: one["template"] for one in template}
+                template = {named["name"]: named["template"] for named in template}
         except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
             raise UsageError(f"model {source}: its {name} cannot be read; download it again") from None
         if isinstance(template, str | dict) and template:

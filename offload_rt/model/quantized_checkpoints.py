@@ -72,10 +72,10 @@ def installed_quantization(
     config: PretrainedConfig, name: str, quantize: str = NO_QUANTIZATION
 ) -> Quantization | None:
     """Returns what `stated_quantization` does. Raises UsageError, too, where a package is missing for it."""
-    found = stated_quantization(config, name, quantize)
-    if found is not None:
-        found.refuse_missing(name)
-    return found
+    quantization = stated_quantization(config, name, quantize)
+    if quantization is not None:
+        quantization.refuse_missing(name)
+    return quantization
 
 
 def quantized_weights(quantization: Quantization, model: nn.Module, prefix: str = "") -> int:
@@ -136,14 +136,14 @@ def cast_others(quantization: Quantization, model: PreTrainedModel, dtype: torch
     Args:
         dtype: of the model; None: as its config says.
     """
-    wanted = dtype or model.config.dtype
+    target_dtype = dtype or model.config.dtype
     as_stored = quantization.method != "bitsandbytes" and quantization.bits is not None
-    if as_stored or not isinstance(wanted, torch.dtype):
+    if as_stored or not isinstance(target_dtype, torch.dtype):
         return
-    kept = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    float32_modules = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
     for path, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(part in path for part in kept):
-            parameter.data = parameter.data.to(wanted)
+        if parameter.is_floating_point() and not any(part in path for part in float32_modules):
+            parameter.data = parameter.data.to(target_dtype)
 
 
 def _stated(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -169,7 +169,9 @@ def _method(stated: Mapping[str, Any]) -> str:
 def _skipped(stated: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Returns the modules that a config leaves alone; the head where it names none."""
     named = stated.get(key)
-    if named is not None and not (isinstance(named, list | tuple) and all(type(one) is str for one in named)):
+    if named is not None and not (
+        isinstance(named, list | tuple) and all(type(name) is str for name in named)
+    ):
         raise ValueError(f"{key} is no list of names")
     return ("lm_head",) if named is None else tuple(named)
 
@@ -206,7 +208,7 @@ def _read_expanded(method: str, stated: Mapping[str, Any]) -> Quantization:
     """FP8, and all formats of compressed-tensors: transformers multiplies with expanded weights."""
     groups = stated.get("config_groups") or {}
     weights = [group.get("weights") or {} for group in groups.values()]
-    formats = {f"{one.get('type', 'int')}{one.get('num_bits', '')}" for one in weights}
+    formats = {f"{scheme.get('type', 'int')}{scheme.get('num_bits', '')}" for scheme in weights}
     name = f"{method} ({', '.join(sorted(formats))})" if formats else method
     notice = f"{name} weights are expanded to the model's dtype as they load"
     if any(group.get("input_activations") for group in groups.values()) or method == "fp8":

@@ -30,13 +30,13 @@ def quantized_linear(name: str, weight: Tensor) -> nn.Module:
     options: dict[str, Any] = {"has_fp16_weights": False}
     with torch.device("meta"):  # weights of their own would be drawn
         if name == INT8:
-            made: Any = layer.Linear8bitLt(columns, rows, bias=False, threshold=0.0, **options)
+            linear: Any = layer.Linear8bitLt(columns, rows, bias=False, threshold=0.0, **options)
         else:
             options = {"compress_statistics": True, "quant_type": NF4}
-            made = layer.Linear4bit(columns, rows, bias=False, compute_dtype=weight.dtype, **options)
+            linear = layer.Linear4bit(columns, rows, bias=False, compute_dtype=weight.dtype, **options)
     parameter = layer.Int8Params if name == INT8 else layer.Params4bit
-    made.weight = parameter(weight, requires_grad=False, **options)
-    quantized: nn.Module = made.to(weight.device).eval()
+    linear.weight = parameter(weight, requires_grad=False, **options)
+    quantized: nn.Module = linear.to(weight.device).eval()
     return quantized
 
 
@@ -91,7 +91,8 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def stored_bytes(module: nn.Module) -> int:
     """Returns the bytes of all weights of a module as they lie in memory."""
     return sum(
-        one.nbytes for one in (*(weight for _, weight in named_weights(module)), *bitsandbytes_scales(module))
+        tensor.nbytes
+        for tensor in (*(weight for _, weight in named_weights(module)), *bitsandbytes_scales(module))
     )
 
 

@@ -37,17 +37,17 @@ def missing_kernels() -> Iterator[set[str]]:
 
     transformers warns once in a process, in the first pass of such a layer.
     """
-    found: set[str] = set()
+    packages: set[str] = set()
 
     def quiet(record: logging.LogRecord) -> bool:
-        found.update(name.replace("_", "-") for name in _KERNELS.findall(record.getMessage()))
+        packages.update(name.replace("_", "-") for name in _KERNELS.findall(record.getMessage()))
         return record.levelno >= logging.ERROR
 
     handlers = transformers_logging.get_logger("transformers").handlers
     for handler in handlers:
         handler.addFilter(quiet)
     try:
-        yield found
+        yield packages
     finally:
         for handler in handlers:
             handler.removeFilter(quiet)
@@ -67,18 +67,18 @@ def recurrence_of(model: PreTrainedModel, kinds: LayerKinds, name: str) -> Recur
     config = model.config.get_text_config()
     with torch.device("meta"):
         whole: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=PROBED)
-    found: dict[tuple[type, int], Recurrence] = {}
+    recurrences: dict[tuple[type, int], Recurrence] = {}
     for layer in kinds.recurrent:
         mixer = getattr(whole.model.layers[layer], kinds.kinds[layer].mixer)
         key = type(mixer), sum(parameter.numel() for parameter in mixer.parameters())
-        if key in found:
+        if key in recurrences:
             continue
         try:
-            found[key] = _tried(mixer, layer, config)
+            recurrences[key] = _tried(mixer, layer, config)
         except Exception as error:  # each architecture has its own reasons
-            what = f"the size of the state of its layer {layer} ({type(mixer).__name__}) is unknown"
-            raise UsageError(f"model {name}: {what}: {first_line(error)}") from error
-    return max(found.values(), key=lambda one: one.state_bytes(PROBED))
+            fault = f"the size of the state of its layer {layer} ({type(mixer).__name__}) is unknown"
+            raise UsageError(f"model {name}: {fault}: {first_line(error)}") from error
+    return max(recurrences.values(), key=lambda recurrence: recurrence.state_bytes(PROBED))
 
 
 def _tried(mixer: nn.Module, layer: int, config: Any) -> Recurrence:
@@ -91,8 +91,8 @@ def _tried(mixer: nn.Module, layer: int, config: Any) -> Recurrence:
         with torch.no_grad(), _plain_kernels(mixer), _Memory() as memory:
             mixer(hidden, **{argument: cache})
         peaks.append(memory.peak)
-    kept = cache.layers[layer]
-    states = [*kept.conv_states.values(), *kept.recurrent_states.values()]
+    cache_layer = cache.layers[layer]
+    states = [*cache_layer.conv_states.values(), *cache_layer.recurrent_states.values()]
     numbers = Counter[bool]()
     for state in states:
         if state is not None:
@@ -118,32 +118,32 @@ def _plain_kernels(mixer: nn.Module) -> Iterator[None]:
 
 
 class _Memory(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made and still there."""
+    """Counts the bytes of all tensors that operations made and that still exist."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self._now = 0
+        self.peak = self._bytes = 0
         self._owners = Counter[int]()  # of each storage the tensors that share it
-        self._given = set[int]()  # storages of weights and inputs
+        self._inputs = set[int]()  # storages of weights and inputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._given |= {storage._cdata for storage in _storages((args, kwargs))} - self._owners.keys()
-        made = func(*args, **kwargs)
-        for tensor in filter(torch.is_tensor, tree_leaves(made)):
+        self._inputs |= {storage._cdata for storage in _storages((args, kwargs))} - self._owners.keys()
+        result = func(*args, **kwargs)
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
             storage = tensor.untyped_storage()
-            if (key := storage._cdata) not in self._given:
-                self._now += 0 if self._owners[key] else storage.nbytes()
+            if (key := storage._cdata) not in self._inputs:
+                self._bytes += 0 if self._owners[key] else storage.nbytes()
                 self._owners[key] += 1
                 weakref.finalize(tensor, self._drop, key, storage.nbytes())
-        self.peak = max(self.peak, self._now)
-        return made
+        self.peak = max(self.peak, self._bytes)
+        return result
 
     def _drop(self, key: int, size: int) -> None:
         self._owners[key] -= 1
         if not self._owners[key]:
             del self._owners[key]
-            self._now -= size
+            self._bytes -= size
 
 
 def _storages(arguments: object) -> Iterator[torch.UntypedStorage]:

@@ -63,8 +63,8 @@ class RemotePass:
         self, second: SecondDevice, blocks: Mapping[int, Sequence[Any]], arguments: Mapping[str, Any]
     ) -> None:
         self._second, self._blocks = second, blocks
-        self._given = arguments
-        self._arguments: dict[str, Any] = {}  # as they are there
+        self._home_arguments = arguments
+        self._arguments: dict[str, Any] = {}  # as they are on the second device
 
     def start(self, layers: Sequence[int], hidden: Tensor) -> Callable[[], Sequence[Tensor]]:
         """Starts the attention blocks of `layers`, which all take `hidden`, `[1, tokens, hidden_size]`.
@@ -74,31 +74,34 @@ class RemotePass:
         Returns:
             A function that waits for their outputs and returns them on the home device.
         """
-        there = self._sent(hidden)
+        sent = self._sent(hidden)
 
         def attend() -> Tensor:
             outputs = []
             for layer in layers:
                 norm, attention = self._blocks[layer]
-                outputs.append(attention(norm(there), **self._arguments)[0])
+                outputs.append(attention(norm(sent), **self._arguments)[0])
             return torch.cat(outputs)
 
         second = self._second
-        started = second.start(attend)
-        return lambda: second.finish(started).split(1)
+        future = second.start(attend)
+        return lambda: second.finish(future).split(1)
 
     def _sent(self, hidden: Tensor) -> Tensor:
         """Returns hidden states there; the first of a pass take its positions with them."""
         if self._arguments:
-            (there,) = self._second.send(hidden)
-            return there
-        positions, rotation = self._given["position_ids"], self._given["position_embeddings"]
-        there, positions, *rotation = self._second.send(hidden, positions, *rotation)
-        layer_pass = replace(self._given[CACHE_ARGUMENT], positions=positions[0])
+            (sent,) = self._second.send(hidden)
+            return sent
+        positions, rotation = (
+            self._home_arguments["position_ids"],
+            self._home_arguments["position_embeddings"],
+        )
+        sent, positions, *rotation = self._second.send(hidden, positions, *rotation)
+        layer_pass = replace(self._home_arguments[CACHE_ARGUMENT], positions=positions[0])
         self._arguments = {
-            **self._given,
+            **self._home_arguments,
             **dict.fromkeys(("attention_pass", CACHE_ARGUMENT), layer_pass),
             "position_ids": positions,
             "position_embeddings": tuple(rotation),
         }
-        return there
+        return sent

@@ -35,10 +35,10 @@ class RemoteMlp(torch.nn.Module):
             out: Tensor = self.block(hidden)
             return out
         stream = torch.cuda.current_stream(self._home)
-        there, back = _peer_copies(stream, self._home, self._gpu)
-        with torch.cuda.stream(other := follower(stream, self._gpu)):
-            result = self.block(there.copy(hidden, stream, other))
-        return back.copy(result, other, stream)
+        outward, back = _peer_copies(stream, self._home, self._gpu)
+        with torch.cuda.stream(remote_stream := follower(stream, self._gpu)):
+            result = self.block(outward.copy(hidden, stream, remote_stream))
+        return back.copy(result, remote_stream, stream)
 
 
 @cache

@@ -39,7 +39,7 @@ class Probe:
         self.calls = 0
         self._backend = choose_backend(model.device)
         self._local = LocalState(model.local_layers, self._backend)
-        self._local.start_read()
+        self._local.start_prefill()
         self._kv: dict[int, Tensor] = {}
 
     @property
@@ -115,7 +115,7 @@ def check_against_own_forward(model: CausalModel) -> None:
 
 def _check_at(model: CausalModel, start: int) -> None:
     kind = type(model.module).__name__
-    refused = f"{model.name}: {kind} is not supported: "
+    refusal = f"{model.name}: {kind} is not supported: "
     probe, continued = Probe(model), Probe(model)
     runner = model.for_length(start + TOKENS, 0)
     positions = torch.arange(start, start + TOKENS, device=model.device)
@@ -128,9 +128,9 @@ def _check_at(model: CausalModel, start: int) -> None:
     except torch.OutOfMemoryError:
         raise
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise UsageError(f"{refused}{error}") from error
+        raise UsageError(f"{refusal}{error}") from error
     if model.kinds.full and not probe.calls:
-        raise UsageError(f"{refused}its layers do not pass keyword arguments on to their attention")
+        raise UsageError(f"{refusal}its layers do not pass keyword arguments on to their attention")
     if not bool(expected.isfinite().all()):
         model.check_weights()
         return  # `raise_nan` reports the layer at the first real pass
@@ -142,11 +142,11 @@ def _check_at(model: CausalModel, start: int) -> None:
 
     if probe.calls != len(model.kinds.full) or not alike(whole):
         raise UsageError(
-            f"{refused}it does more than run its decoder layers in turn between its embedding, norm and head"
+            f"{refusal}it does more than run its decoder layers in turn between its embedding, norm and head"
         )
     if not alike(in_parts):
-        what = "recurrent layers ignore their state" if model.kinds.recurrent else "layers compute otherwise"
+        fault = "recurrent layers ignore their state" if model.kinds.recurrent else "layers compute otherwise"
         raise UsageError(
-            f"{refused}in this version of transformers its {what} when several tokens are behind it in one"
+            f"{refusal}in this version of transformers its {fault} when several tokens are behind it in one"
             " pass"
         )

@@ -155,8 +155,8 @@ class ModelShape:
         """Returns the shape of the blocks that `plan` does not leave out."""
         left_out = len(order.no_mlp) * self.mlp_parameters
         left_out += sum(self._block_parameters(self.kinds.kinds[layer]) for layer in order.no_attention)
-        kept = (kind for layer, kind in enumerate(self.kinds.kinds) if layer not in order.no_attention)
-        kinds = LayerKinds(tuple(kept))
+        kinds_left = (kind for layer, kind in enumerate(self.kinds.kinds) if layer not in order.no_attention)
+        kinds = LayerKinds(tuple(kinds_left))
         quantized = self.quantized and self.quantized - min(self.quantized, left_out)
         return replace(
             self,
@@ -187,11 +187,13 @@ class ModelShape:
         Args:
             tokens: of the sequence; None: more than any window.
         """
-        return sum(2 * kind.kv_heads * seen * self.dtype.itemsize for kind, seen in self._windows(tokens))
+        return sum(
+            2 * kind.kv_heads * entries * self.dtype.itemsize for kind, entries in self._windows(tokens)
+        )
 
     def window_flops(self, tokens: int) -> int:
         """Returns the operations of one query token attending to the windows of all layers."""
-        return sum(4 * self.heads * seen for _, seen in self._windows(tokens))
+        return sum(4 * self.heads * entries for _, entries in self._windows(tokens))
 
     def prompt_flops(self, tokens: int) -> float:
         """Returns the operations of the attention of a prompt to itself.

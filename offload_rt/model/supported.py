@@ -33,22 +33,22 @@ def refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     if unknown := unsupported_settings(config):
         raise UsageError(f"{name}: {kind} is not supported: it has {', '.join(unknown)}")
     layer_types = set(getattr(config, "layer_types", None) or [])
-    if others := ", ".join(sorted(layer_types - _LAYER_TYPES)):
-        raise UsageError(f"{name}: {kind} has layers of type {others}, which are not supported")
+    if unknown_types := ", ".join(sorted(layer_types - _LAYER_TYPES)):
+        raise UsageError(f"{name}: {kind} has layers of type {unknown_types}, which are not supported")
     kinds = layer_kinds(model).kinds
-    for layer, one in enumerate(kinds):
-        if one.rope in ("linear_attention", "conv", "hybrid", "hybrid_sliding") and not one.recurrent:
+    for layer, item in enumerate(kinds):
+        if item.rope in ("linear_attention", "conv", "hybrid", "hybrid_sliding") and not item.recurrent:
             raise UsageError(
-                f"{name}: {kind} is not supported: no module of its layer {layer} ({one.rope}) is known to"
+                f"{name}: {kind} is not supported: no module of its layer {layer} ({item.rope}) is known to"
                 " keep a recurrent state"
             )
-    for what, found in (
-        ("full attention", {(one.kv_heads, one.head_dim) for one in kinds if one.full}),
-        ("sliding windows", {(one.kv_heads, one.head_dim) for one in kinds if one.windowed}),
+    for noun, sizes in (
+        ("full attention", {(item.kv_heads, item.head_dim) for item in kinds if item.full}),
+        ("sliding windows", {(item.kv_heads, item.head_dim) for item in kinds if item.windowed}),
     ):
-        if len(found) > 1:
-            raise UsageError(f"{name}: {kind} is not supported: its layers with {what} differ in their sizes")
-    if not any(one.full or one.windowed for one in kinds):
+        if len(sizes) > 1:
+            raise UsageError(f"{name}: {kind} is not supported: its layers with {noun} differ in their sizes")
+    if not any(item.full or item.windowed for item in kinds):
         raise UsageError(f"{name}: {kind} is not supported: none of its layers has attention")
     rope = getattr(rotary_embedding(model.model), "rope_type", "default")
     # Models with several types of layers have a dict; none of them has LongRoPE yet.

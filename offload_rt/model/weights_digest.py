@@ -63,8 +63,8 @@ def weights_digest(model: CausalModel) -> str:
         parts.append(f"{plain} {list(weight.shape)} {weight.dtype}")
         sums.setdefault(weight.device, []).append(checksum(weight))
     # One read for each device; in an order that does not depend on where parameters are.
-    arrived = {device: iter(torch.cat(found).cpu().split([len(one) for one in found]))
-               for device, found in sums.items()}  # fmt: skip
+    arrived = {device: iter(torch.cat(device_sums).cpu().split([len(part) for part in device_sums]))
+               for device, device_sums in sums.items()}  # fmt: skip
     for _, weight in weights:
         parts.append(next(arrived[weight.device]).numpy().tobytes())
     return digest(*parts, digits=32)

@@ -25,7 +25,7 @@ class Model(Protocol):
 
     def forward(self, inputs: Sequence[PassInput], order: LayerOrder | None = None) -> list[PassOutput]: ...
 
-    def raise_nan(self, given: PassInput) -> NoReturn: ...
+    def raise_nan(self, pass_input: PassInput) -> NoReturn: ...
 
 
 @dataclass
@@ -38,7 +38,7 @@ class LevelStats:
         proposed: number of tokens that the level below proposed to it.
         accepted: number of these that it accepted.
         ms: host time in its passes and reads, without the levels below; an equal share of a pass of several
-            sequences. Work that a GPU has not finished counts where it is read.
+            sequences. Work that a GPU has not finished counts where the host waits for it.
         host_reads: number of times the host waited for its results.
     """
 
@@ -61,7 +61,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Read:
+class CopyToHost:
     """Requests tensors on the host; the answer is a list of them."""
 
     tensors: Sequence[Tensor]
@@ -96,29 +96,29 @@ class BackgroundPass:
     """A pass in the background, of one or several sequences.
 
     Attributes:
-        passed: its outputs.
+        future: its outputs.
         number: number of this sequence in the batch.
         sequences: number of sequences in the pass.
         started: seconds of `clock.now`.
     """
 
-    passed: Future[Passed]
+    future: Future[Passed]
     number: int
     sequences: int
     started: float
 
     @property
     def done(self) -> bool:
-        return self.passed.done()
+        return self.future.done()
 
     @property
     def ms(self) -> float:
         """Duration in ms; waits for the end of the pass."""
-        _, ended = self.passed.result()
+        _, ended = self.future.result()
         return 1e3 * (ended - self.started)
 
 
-Request = Forward | Read | StartPass | AwaitPass
+Request = Forward | CopyToHost | StartPass | AwaitPass
 
 
 Work = Generator[Request, Any, T]

@@ -22,7 +22,7 @@ def machine(request: PlanRequest) -> Iterator[str]:
     """Yields the figures of the machine."""
     hardware, host = request.hardware, request.hardware.host
     source = "measured" if hardware.measured else "named, not measured"
-    rates = ", ".join(f"{one.rate:.1f} GB/s at {one.queries}" for one in host.attention)
+    rates = ", ".join(f"{rate.rate:.1f} GB/s at {rate.queries}" for rate in host.attention)
     yield (
         f"host ({source}): {host.memory_bytes / GIB:.1f} GiB to use, {host.lockable_bytes / GIB:.1f} GiB of "
         f"it lockable, read at {host.memory_rate:.1f} GB/s; CPU attention by queries a key head {rates}"
@@ -35,7 +35,7 @@ def machine(request: PlanRequest) -> Iterator[str]:
         )
     yield from _quantized(request)
     memory = MemoryBudget(request)
-    if request.stored.packed:
+    if request.store_layout.packed:
         yield (
             f"packed pages take {PACKED_ATTENTION:g} times the time of the CPU's attention; a GPU unpacks"
             f" {'streamed and resident' if memory.resident.packed else 'streamed'} ones in every pass"
@@ -57,17 +57,17 @@ def _quantized(request: PlanRequest) -> Iterator[str]:
     if quantization.bits is None:
         return
     packed = quantization.nbytes(target.quantized)
-    others = target.weight_bytes - packed
+    rest = target.weight_bytes - packed
     yield (
         f"weights: {target.quantized:,} in {quantization.name} of {quantization.bits:.2f} bits with their"
         f" scales, {packed / GIB:.2f} GiB, the other {target.parameters - target.quantized:,} as they are,"
-        f" {others / GIB:.2f} GiB"
+        f" {rest / GIB:.2f} GiB"
     )
     if target.expert_parameters and not quantization.experts:
         yield f"experts are not quantized: {quantization.name} is for linear layers alone"
     if rates := product_rates(processor.products, quantization):
-        told = ", ".join(f"{one.rate:.0f} at {one.rows}" for one in rates)
-        yield f"products with {quantization.name} weights (measured): {told} rows, in billions a second"
+        figures = ", ".join(f"{rate.rate:.0f} at {rate.rows}" for rate in rates)
+        yield f"products with {quantization.name} weights (measured): {figures} rows, in billions a second"
     else:
         yield (
             f"products with {quantization.name} weights (not measured): up to {FUSED_ROWS} rows they read the"
@@ -86,13 +86,13 @@ def predictions(
         plain_ms: ms per token without speculation.
     """
     for key in ("store.segment_bytes", "prefill.chunk", "retrieval.rest", "retrieval.budget"):
-        asked, given = request.config.value(key), fitting.config.value(key)
-        if given < asked:
-            yield f"{key} is {shown(given)} instead of {shown(asked)}, which does not fit"
-    if missing := {level.name for level in request.config.speculation.levels} - {
+        configured, value = request.config.value(key), fitting.config.value(key)
+        if value < configured:
+            yield f"{key} is {shown(value)} instead of {shown(configured)}, which does not fit"
+    if absent := {level.name for level in request.config.speculation.levels} - {
         level.name for level in request.levels
     }:
-        yield f"no draft model: level {', '.join(missing)} is left out ({len(request.levels)} level left)"
+        yield f"no draft model: level {', '.join(absent)} is left out ({len(request.levels)} level left)"
     if not fitting.levels:
         yield "no speculation: 1 token a pass"
         return
@@ -103,12 +103,12 @@ def predictions(
             f"{exchanges} exchanges of {EXCHANGE_MS:.2f} ms, and is no CUDA graph"
         )
     rates = ", ".join(f"{level.name} {level.acceptance(fitting):.2f}" for level in fitting.levels)
-    shape, asked = best.verification.drafted, fitting.speculation.shapes[-1]
-    given = fitting.config.speculation.gamma2 and shape.kind == asked.kind
-    chosen = "as given" if given else f"chosen from 1 to {max(DRAFT_LENGTHS)}"
-    if asked.kind not in ("auto", shape.kind):
-        yield f"a chain is drafted instead of {asked}: recurrent states follow one path of tokens"
-    drafted = f"gamma2 {shape.depth} ({chosen}), so that a round of 1 + α + … + α^γ"
+    shape, configured = best.verification.shape, fitting.speculation.shapes[-1]
+    fixed = fitting.config.speculation.gamma2 and shape.kind == configured.kind
+    source = "as given" if fixed else f"chosen from 1 to {max(DRAFT_LENGTHS)}"
+    if configured.kind not in ("auto", shape.kind):
+        yield f"a chain is drafted instead of {configured}: recurrent states follow one path of tokens"
+    drafted = f"gamma2 {shape.depth} ({source}), so that a round of 1 + α + … + α^γ"
     if shape.kind != "chain":
         drafted = f"trees of {shape.size} nodes in {shape.depth} steps, whose siblings save up to "
         drafted += f"{SECOND_CHOICE:.0%} of rejections, so that a round"

@@ -63,7 +63,7 @@ class PassTime:
     """Times in ms of one pass over the full cache by lane; without a GPU the processor's is the only lane."""
 
     placement: Placement
-    drafted: DraftShape  # the draft that the pass verifies
+    shape: DraftShape  # the draft that the pass verifies
     dense: Cost  # the processor's work besides attention over the context
     attention: float  # of that processor, over its share of the context
     link: float = 0.0  # until the last streamed segment is attended
@@ -75,7 +75,7 @@ class PassTime:
     @property
     def gamma(self) -> int:
         """Tokens of the draft."""
-        return self.drafted.size
+        return self.shape.size
 
     @property
     def processor(self) -> float:
@@ -85,9 +85,9 @@ class PassTime:
     def ms(self) -> float:
         return self.after(0.0)
 
-    def after(self, waited: float) -> float:
-        """Returns the time of the pass where the link had `waited` ms before it to fill the ring."""
-        link = self.link - min(waited, self.link_ahead)
+    def after(self, lead_ms: float) -> float:
+        """Returns the time of the pass where the link had `lead_ms` before it to fill the ring."""
+        link = self.link - min(lead_ms, self.link_ahead)
         return max(link, self.cpu_attention, self.other_gpus, self.host_memory, self.processor)
 
 
@@ -114,8 +114,8 @@ def attention_rate(measured: Sequence[AttentionRate], queries: int) -> float:
         if queries < high.queries:
             share = max(0, queries - low.queries) / (high.queries - low.queries)
             return low.rate + share * (high.rate - low.rate)
-    most = measured[-1]
-    return most.rate * most.queries / max(queries, most.queries)
+    last = measured[-1]
+    return last.rate * last.queries / max(queries, last.queries)
 
 
 def product_rates(
@@ -127,12 +127,12 @@ def product_rates(
 
 def product_rate(measured: Sequence[ProductRate], rows: int) -> float:
     """Returns billions of weights a second: times are linear between measurements, and beyond them."""
-    times = [(one.rows, 1 / one.rate) for one in measured]
-    for (fewer, low), (more, high) in pairwise(times):
-        if rows <= more:
-            return 1 / (low + max(0, rows - fewer) / (more - fewer) * (high - low))
-    most, longest = times[-1]
-    return most / rows / longest
+    times = [(measurement.rows, 1 / measurement.rate) for measurement in measured]
+    for (fewer_rows, low), (more_rows, high) in pairwise(times):
+        if rows <= more_rows:
+            return 1 / (low + max(0, rows - fewer_rows) / (more_rows - fewer_rows) * (high - low))
+    most_rows, longest = times[-1]
+    return most_rows / rows / longest
 
 
 class CostModel:
@@ -168,24 +168,24 @@ class CostModel:
             attending = self._gpu_attention(gpu, shape, entries, queries) / shape.paged_layers
             return products + attending / MASKED_ATTENTION_SHARE
 
-        here, there, saved = block_ms(first), block_ms(second), 0.0
+        first_ms, second_ms, saved = block_ms(first), block_ms(second), 0.0
         mlp = first.read_ms(shape.mlp_bytes)
         for group in order.groups:
             remote = len(order.remote.intersection(group))
             # The first device waits where its own layers of the group are done before the others arrive.
-            beside = (len(group) - remote) * (here + mlp)
-            waited = max(0.0, EXCHANGE_MS + remote * there - beside) if remote else 0.0
-            saved += remote * here - waited
+            beside = (len(group) - remote) * (first_ms + mlp)
+            wait = max(0.0, EXCHANGE_MS + remote * second_ms - beside) if remote else 0.0
+            saved += remote * first_ms - wait
         return Cost(whole.busy_ms - saved, whole.launch_ms)
 
     def _products(self, shape: ModelShape, rows: int) -> float:
         """Returns the ms of products of some rows with all weights of a shape."""
         processor, quantized = self.processor, shape.quantized
-        others = shape.step_parameters - quantized
+        rest = shape.step_parameters - quantized
         if rates := product_rates(processor.products, shape.quantization):
             quantized_ms = quantized / product_rate(rates, rows) / 1e6
-            read = processor.read_ms(others * shape.dtype.itemsize)
-            return quantized_ms + max(read, processor.compute_ms(2 * rows * others))
+            reading_ms = processor.read_ms(rest * shape.dtype.itemsize)
+            return quantized_ms + max(reading_ms, processor.compute_ms(2 * rows * rest))
         reading = processor.read_ms(shape.step_bytes)
         expanding = self._expanding(shape) if rows > FUSED_ROWS else 0.0
         return expanding + max(reading, processor.compute_ms(2 * rows * shape.step_parameters))
@@ -243,15 +243,15 @@ class CostModel:
         """Returns the cost of a target pass of `queries` tokens, without attention over the context."""
         return self.pass_cost(self.target, queries)
 
-    def verification(self, placement: Placement, drafted: DraftShape) -> PassTime:
+    def verification(self, placement: Placement, shape: DraftShape) -> PassTime:
         """Returns the times of a pass over the full cache that verifies a draft."""
-        target, host, gpus, queries = self.target, self.host, self.request.hardware.gpus, drafted.size + 1
+        target, host, gpus, queries = self.target, self.host, self.request.hardware.gpus, shape.size + 1
         dense = self.dense(queries) + Cost(launch_ms=self._segment_launches(placement, queries))
         if self.request.in_place:
             attending = self._store_attention(self.request.context, queries)
-            return PassTime(placement, drafted, dense, attending)
-        link = cpu = others = memory = ahead = 0.0
-        share, exchanges = self.request.stored.stored_share, target.paged_layers * EXCHANGE_MS
+            return PassTime(placement, shape, dense, attending)
+        link = cpu = other_gpus = memory = ahead = 0.0
+        share, exchanges = self.request.store_layout.stored_share, target.paged_layers * EXCHANGE_MS
         streamed = placement.streamed_bytes * share
         # The link streams beside all layers but the first; the last one attends what came last.
         layer = dense.ms / target.layers
@@ -259,7 +259,7 @@ class CostModel:
             rate = sum(gpu.to_device_rate for gpu in gpus)
             rate *= STREAMING_SHARE * (host.link_beside_attention if placement.cpu_tokens else 1.0)
             link = streamed / rate / 1e6 + layer
-            segment = self.request.stored.layer_bytes(self.request.segment_tokens)
+            segment = self.request.store_layout.layer_bytes(self.request.segment_tokens)
             filled = len(gpus) * segment * (self.config.store.ring_buffers - 1)
             ahead = min(streamed, filled) / rate / 1e6
         if placement.cpu_tokens:
@@ -269,13 +269,13 @@ class CostModel:
             if tier.tokens:
                 packed = tier.streamed_tokens + placement.packed * tier.resident_tokens
                 attending = self._tier_attention(gpu, tier.tokens, packed, queries)
-                others = max(others, dense.ms + attending + exchanges)
+                other_gpus = max(other_gpus, dense.ms + attending + exchanges)
         if moved := streamed + placement.cpu_attended_bytes * share:
             memory = host.read_ms(moved) + layer
         tokens = placement.resident_tokens + placement.streamed_tokens
         packed = placement.streamed_tokens + placement.packed * placement.resident_tokens
         own = self._tier_attention(gpus[0], tokens, packed, queries)
-        return PassTime(placement, drafted, dense, own, link, cpu, others, memory, ahead)
+        return PassTime(placement, shape, dense, own, link, cpu, other_gpus, memory, ahead)
 
     def _segment_launches(self, placement: Placement, queries: int) -> float:
         """Returns the time in ms to launch attention over the segments that a pass streams.
@@ -288,7 +288,7 @@ class CostModel:
             return 0.0
         streamed = placement.streamed_tokens
         calls = streamed / self.request.segment_tokens * SEGMENT_CALLS
-        if self.request.stored.packed and queries * self.target.group > MOST_PACKED_QUERIES:
+        if self.request.store_layout.packed and queries * self.target.group > MOST_PACKED_QUERIES:
             unpacked = streamed + 2 * placement.packed * placement.resident_tokens
             calls += unpacked / self.request.segment_tokens * UNPACKING_KERNELS
         return self.target.paged_layers * calls / LAYER_KERNELS * self.processor.launch_ms
@@ -302,7 +302,7 @@ class CostModel:
     def _store_attention(self, tokens: int, queries: int) -> float:
         """Returns the ms in which the CPU attends so many tokens of the target as they are stored."""
         ms = self._cpu_attention(self.target, tokens, queries)
-        return ms * PACKED_ATTENTION if self.request.stored.packed else ms
+        return ms * PACKED_ATTENTION if self.request.store_layout.packed else ms
 
     def _tier_attention(self, gpu: Gpu, tokens: int, packed: int, queries: int) -> float:
         """Returns the ms in which a GPU attends to tokens of the target, and takes their attention mass.
@@ -311,13 +311,13 @@ class CostModel:
             packed: how many of the tokens are in packed pages, if pages are packed at all.
         """
         rows = queries * self.target.group
-        if not self.request.stored.packed:
+        if not self.request.store_layout.packed:
             packed = 0
         elif rows > MOST_PACKED_QUERIES:
             attending = self._gpu_attention(gpu, self.target, tokens, queries)
             return attending + self._unpacking(gpu, packed) + self._sampling(gpu, tokens)
         plain = self._gpu_attention(gpu, self.target, tokens - packed, queries)
-        reading = gpu.read_ms(packed * self.target.token_bytes * self.request.stored.stored_share)
+        reading = gpu.read_ms(packed * self.target.token_bytes * self.request.store_layout.stored_share)
         flops = self.target.paged_layers * self.target.attention_flops * packed * queries
         tile = max(PACKED_TILE, 1 << (rows - 1).bit_length()) / rows  # of products, more than the queries
         in_registers = max(reading, gpu.compute_ms(flops * tile)) / REGISTER_SHARE
@@ -325,9 +325,9 @@ class CostModel:
 
     def _unpacking(self, gpu: Gpu, tokens: int) -> float:
         """Returns the ms in which a GPU unpacks so many tokens: it reads packed ones, and writes others."""
-        stored = self.request.stored
-        size = tokens * self.target.token_bytes * (1 + stored.stored_share)
-        return gpu.read_ms(size) / UNPACKING_SHARE if stored.packed else 0.0
+        layout = self.request.store_layout
+        size = tokens * self.target.token_bytes * (1 + layout.stored_share)
+        return gpu.read_ms(size) / UNPACKING_SHARE if layout.packed else 0.0
 
     def _sampling(self, gpu: Gpu, tokens: int) -> float:
         """Returns the ms in which a GPU reads the keys of so many tokens again, for their attention mass."""
@@ -355,21 +355,21 @@ class CostModel:
 
         The likeliest verdicts of that pass are drafted for, as many as make the round shortest.
         """
-        request, drafted = self.request, verification.drafted
-        tokens = drafted.expected_tokens((request.acceptance, *LATER_CHOICES))
+        request, shape = self.request, verification.shape
+        tokens = shape.expected_tokens((request.acceptance, *LATER_CHOICES))
         between = self.processor.verdict_ms if isinstance(self.processor, Gpu) else 0.0
         late = ms = verification.after(draft.ms) + draft.ms
         busy = self.busy_ms(verification)
         chances: tuple[float, ...] = ()
         # What may follow a tree is not guessed.
-        guessed = drafted.depth and drafted.kind == "chain" and request.levels[-1].guesses
-        most = self.config.offload.ahead if guessed and not request.in_place else 0
-        likely = outcome_chances(request.acceptance, drafted.depth)
-        for count in range(1, 1 + most):
+        guessed = shape.depth and shape.kind == "chain" and request.levels[-1].guesses
+        limit = self.config.offload.ahead if guessed and not request.in_place else 0
+        likely = outcome_chances(request.acceptance, shape.depth)
+        for count in range(1, 1 + limit):
             guesses = likely[:count]
             sooner = late
-            for chance, ready in zip(guesses, self.ahead_ms(drafted, count), strict=False):
-                sooner -= chance * max(0.0, late - max(verification.ms, busy + ready))
+            for chance, ready_ms in zip(guesses, self.ahead_ms(shape, count), strict=False):
+                sooner -= chance * max(0.0, late - max(verification.ms, busy + ready_ms))
             if sooner < ms:
                 chances, ms = guesses, sooner
         share, longer = self._refresh(verification.placement, tokens)
@@ -379,8 +379,8 @@ class CostModel:
     def _refresh(self, placement: Placement, tokens: float) -> tuple[float, float]:
         """Returns the share of rounds that refresh a cache, and by how many ms such a round is longer."""
         apart = (placement.cpu_tokens + sum(tier.tokens for tier in placement.gpus)) / self.request.context
-        found = [level.refresh_cost(self, tokens, apart) for level in self.request.levels]
-        return max(found, default=(0.0, 0.0))
+        costs = [level.refresh_cost(self, tokens, apart) for level in self.request.levels]
+        return max(costs, default=(0.0, 0.0))
 
     def busy_ms(self, verification: PassTime) -> float:
         """Returns for how long a pass keeps the processor from drafting beside it.
@@ -438,8 +438,10 @@ class CostModel:
         gpu = self.request.hardware.gpus[0]
         sent = self.memory.remote_mlps * tokens * target.hidden * target.dtype.itemsize
         computing += sent / gpu.to_host_rate / 1e6 + sent / gpu.to_device_rate / 1e6
-        if self.request.stored.packed:  # read twice, written once
-            moved = tokens * target.token_bytes * (2 + self.request.stored.stored_share)
+        if self.request.store_layout.packed:  # read twice, written once
+            moved = tokens * target.token_bytes * (2 + self.request.store_layout.stored_share)
             computing += gpu.read_ms(moved) / PACKING_SHARE
-        writing = tokens * target.token_bytes * self.request.stored.stored_share / gpu.to_host_rate / 1e6
+        writing = (
+            tokens * target.token_bytes * self.request.store_layout.stored_share / gpu.to_host_rate / 1e6
+        )
         return max(computing, writing, launching)

@@ -48,7 +48,9 @@ class LocalPlan:
             "longest_context": tokens(self.longest) if runs and self.longest is not None else None,
             "context": tokens(plan) if plan is not None and plan.fits else None,
             "ms_per_token": plan.ms_per_token if plan is not None and plan.fits else None,
-            "drafts": [{"name": one.name, "ms_per_token": plan.ms_per_token} for one, plan in self.drafts],
+            "drafts": [
+                {"name": draft.name, "ms_per_token": plan.ms_per_token} for draft, plan in self.drafts
+            ],
         }
 
 
@@ -70,8 +72,8 @@ def local_plans(
         dtype: returns that of weights and KV for a checkpoint's own; None: the same.
         context: tokens that speeds are predicted for; None: the longest that fits.
     """
-    plans = [_planned(one, models, configs, hardware, dtype, context) for one in models]
-    return sorted(plans, key=lambda one: (one.refusal is not None, one.model.name.lower()))
+    plans = [_planned(model, models, configs, hardware, dtype, context) for model in models]
+    return sorted(plans, key=lambda plan: (plan.refusal is not None, plan.model.name.lower()))
 
 
 def _planned(
@@ -86,20 +88,20 @@ def _planned(
         return LocalPlan(model)
     shape = replace(model.shape, dtype=dtype(model.shape.dtype) or model.shape.dtype)
 
-    def asked(draft: ModelShape | None, length: int) -> list[PlanRequest]:
+    def requests(draft: ModelShape | None, length: int) -> list[PlanRequest]:
         new = min(NEW_TOKENS, length // 2)
         return requests_for(configs, shape, draft, (length - new, new), hardware)
 
-    most = longest(asked(None, shape.max_positions))
-    length = context or tokens(most)
-    if not most.fits or length > shape.max_positions:
-        return LocalPlan(model, most)
+    longest_plan = longest(requests(None, shape.max_positions))
+    length = context or tokens(longest_plan)
+    if not longest_plan.fits or length > shape.max_positions:
+        return LocalPlan(model, longest_plan)
     drafts = []
     for draft in drafts_for(shape, model.tokenizer, models):
-        if (planned := ranked(asked(draft.shape, length))[0]).fits:
+        if (planned := ranked(requests(draft.shape, length))[0]).fits:
             drafts.append((draft, planned))
-    plan = ranked(asked(None, length))[0]
-    return LocalPlan(model, most, plan, tuple(sorted(drafts, key=lambda one: one[1].ms_per_token)))
+    plan = ranked(requests(None, length))[0]
+    return LocalPlan(model, longest_plan, plan, tuple(sorted(drafts, key=lambda pair: pair[1].ms_per_token)))
 
 
 def choose_draft(
@@ -114,22 +116,22 @@ def choose_draft(
     Raises:
         UsageError: there is no plan with any of them, nor one without.
     """
-    found: list[tuple[LocalModel | None, Plan]] = []
+    plans: list[tuple[LocalModel | None, Plan]] = []
     refused: UsageError | None = None
     for draft in (None, *drafts):
         try:
-            found.append((draft, planned(None if draft is None else draft.shape)))
+            plans.append((draft, planned(None if draft is None else draft.shape)))
         except UsageError as error:  # a config may need a draft, and a draft may not fit
             refused = refused or error
-    if not found:
+    if not plans:
         assert refused is not None
         raise refused
     # Without a given size, a plan is for the longest context that fits.
-    best, plan = min(found, key=lambda one: (-one[1].request.context, one[1].ms_per_token))
+    best, plan = min(plans, key=lambda choice: (-choice[1].request.context, choice[1].ms_per_token))
     if best is None:
-        why = f"{', '.join(one.name for one in drafts)} would not make it faster by the plan"
+        why = f"{', '.join(draft.name for draft in drafts)} would not make it faster by the plan"
         return best, plan, f"draft auto: none; {why if drafts else 'no local model has its vocabulary'}"
-    told = f"draft auto: {best.name}, {plan.ms_per_token:.1f} ms/token by the plan"
-    without = next((one.ms_per_token for draft, one in found if draft is None and one.fits), None)
+    note = f"draft auto: {best.name}, {plan.ms_per_token:.1f} ms/token by the plan"
+    without = next((plan.ms_per_token for draft, plan in plans if draft is None and plan.fits), None)
     gain = f", {without / plan.ms_per_token:.2f} times as fast as without a draft" if without else ""
-    return best, plan, told + gain
+    return best, plan, note + gain

@@ -34,12 +34,12 @@ class MemoryBudget:
             return request.given_remote_mlps
         if not request.other_gpus:
             return 0
-        left = self._with_remote_mlps(0).left(0, request.given_resident or 0)
-        if left >= 0:
+        free = self._with_remote_mlps(0).free_bytes(0, request.given_resident or 0)
+        if free >= 0:
             return 0
         # Decided before weights are loaded, for sequences that are planned afterwards: then less may be free.
-        target, missing = request.target, (GPU_RESERVE_BYTES - left, -left)
-        roomy, least = (min(target.layers, -(-size // target.mlp_bytes)) for size in missing)
+        target, sizes = request.target, (GPU_RESERVE_BYTES - free, -free)
+        roomy, least = (min(target.layers, -(-size // target.mlp_bytes)) for size in sizes)
         return roomy if self._with_remote_mlps(roomy).shortage is None else least
 
     def _with_remote_mlps(self, count: int) -> MemoryBudget:
@@ -51,8 +51,8 @@ class MemoryBudget:
 
         Then nothing else bounds a pass, and unpacking would only make it longer.
         """
-        raw = replace(self.request.stored, packed=False)
-        return raw if sum(self._capacities(raw)) >= self.request.context else self.request.stored
+        raw = replace(self.request.store_layout, packed=False)
+        return raw if sum(self._capacities(raw)) >= self.request.context else self.request.store_layout
 
     @cached_property
     def capacities(self) -> list[int]:
@@ -68,10 +68,10 @@ class MemoryBudget:
         page, page_bytes = layout.page_size, layout.reserved_bytes(1)
         if not page_bytes:
             return [context] * len(gpus)
-        rooms = [max(0, self.left(number)) for number in range(len(gpus))]
+        rooms = [max(0, self.free_bytes(number)) for number in range(len(gpus))]
         if rooms:
             freed = self.gpu(0)["prefill"] - self._chunk_bytes()
-            rooms[0] += freed if self.left(0) >= 0 else 0
+            rooms[0] += freed if self.free_bytes(0) >= 0 else 0
         tokens = [room // page_bytes * page for room in rooms]
         if rooms and rooms[0] >= layout.layers * layout.layer_bytes(context):
             tokens[0] = context
@@ -84,15 +84,15 @@ class MemoryBudget:
         at once.
         """
         request = self.request
-        left, kept = request.context - resident - cpu, list[int]()
+        remaining, resident_tokens = request.context - resident - cpu, list[int]()
         for capacity in self.capacities[1:]:
-            kept.append(min(capacity, left))
-            left -= kept[-1]
+            resident_tokens.append(min(capacity, remaining))
+            remaining -= resident_tokens[-1]
         rate = sum(gpu.to_device_rate for gpu in request.hardware.gpus)
-        streamed = [int(left * gpu.to_device_rate / rate) for gpu in request.other_gpus]
-        left -= sum(streamed)
-        tiers = tuple(map(GpuTier, kept, streamed))
-        return Placement(resident, cpu, left, request.target, tiers, self.resident.packed)
+        streamed = [int(remaining * gpu.to_device_rate / rate) for gpu in request.other_gpus]
+        remaining -= sum(streamed)
+        tiers = tuple(map(GpuTier, resident_tokens, streamed))
+        return Placement(resident, cpu, remaining, request.target, tiers, self.resident.packed)
 
     def gpu(self, number: int, resident: int = 0) -> Memory:
         """Returns the bytes that one GPU holds with so many tokens of the context resident there.
@@ -122,7 +122,7 @@ class MemoryBudget:
             memory["prefill"] = max(0, memory["prefill"] - late)
         return memory
 
-    def left(self, number: int, resident: int = 0) -> int:
+    def free_bytes(self, number: int, resident: int = 0) -> int:
         """Returns the bytes left on a GPU beside so many resident tokens; negative where they do not fit."""
         return self.request.hardware.gpus[number].memory_bytes - sum(self.gpu(number, resident).values())
 
@@ -130,14 +130,14 @@ class MemoryBudget:
     def host(self) -> Memory:
         """Bytes that the host holds. With a GPU, `kv` is page-locked."""
         request, target = self.request, self.request.target
-        layout, tokens = request.stored, request.context + request.new_tokens
+        layout, tokens = request.store_layout, request.context + request.new_tokens
         memory = {"kv": layout.reserved_bytes(tokens)}
         if means := layout.means_bytes(tokens, *kept_means(request.config)):
             memory["summaries"] = means
         if request.in_place:
             memory |= self._computing()
         else:
-            memory["embeddings"] = sum(one.host_embedding_bytes for one in request.used_models)
+            memory["embeddings"] = sum(model.host_embedding_bytes for model in request.used_models)
             memory["page_locked_buffers"] = len(request.hardware.gpus) * self._buffer_bytes()
         available = request.hardware.host.memory_bytes
         memory["reserve"] = max(HOST_RESERVE_BYTES, int(RESERVE_SHARE * available))
@@ -155,11 +155,11 @@ class MemoryBudget:
             resident = 0 if number else request.given_resident or 0
             needs.append((f"GPU {number} ({gpu.name})", gpu.memory_bytes, self.gpu(number, resident)))
         host = request.hardware.host
-        for where, available, parts in (*needs, ("host memory", host.memory_bytes, memory)):
+        for place, available, parts in (*needs, ("host memory", host.memory_bytes, memory)):
             if (needed := sum(parts.values())) > available:
                 return (
-                    f"{where} has {available / GIB:.1f} GiB and would need {needed / GIB:.1f} GiB "
-                    f"(most of it: {largest(parts, 1, most=3)})"
+                    f"{place} has {available / GIB:.1f} GiB and would need {needed / GIB:.1f} GiB "
+                    f"(most of it: {largest(parts, 1, count=3)})"
                 )
         if not request.in_place and memory["kv"] > host.lockable_bytes:
             return (
@@ -178,7 +178,7 @@ class MemoryBudget:
         page, page_bytes = self.resident.page_size, self.resident.reserved_bytes(1)
         if not page_bytes:
             return 0
-        return max(0, resident - max(0, self.left(0)) // page_bytes * page)
+        return max(0, resident - max(0, self.free_bytes(0)) // page_bytes * page)
 
     def _computing(self) -> Memory:
         """Returns the bytes that the processor that computes holds."""
@@ -208,8 +208,8 @@ class MemoryBudget:
         written = not request.in_place and target.paged_layers
         paged = (PROMPT_WRITES + 1) * chunk if written else 0
         pages = paged * target.layer_token_bytes
-        if request.stored.packed:
-            pages += request.stored.layer_bytes(paged)
+        if request.store_layout.packed:
+            pages += request.store_layout.layer_bytes(paged)
         return chunk * token + pages
 
     def _buffer_bytes(self) -> int:
@@ -239,9 +239,9 @@ def verdict_bytes(rows: int, target: ModelShape) -> int:
     return rows * target.vocabulary * (target.dtype.itemsize + VERDICT_BYTES)
 
 
-def largest(memory: Memory, digits: int, most: int | None = None) -> str:
-    """Returns the largest parts, `most` of them or all, in GiB as text."""
-    parts = sorted(memory.items(), key=lambda part: -part[1])[:most]
+def largest(memory: Memory, digits: int, count: int | None = None) -> str:
+    """Returns the largest parts, `count` of them or all, in GiB as text."""
+    parts = sorted(memory.items(), key=lambda part: -part[1])[:count]
     return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.{digits}f}" for name, size in parts if size)
 
 
@@ -259,8 +259,8 @@ class Placement:
     @property
     def resident_bytes(self) -> int:
         """Bytes kept on all GPUs together."""
-        others = sum(gpu.resident_tokens for gpu in self.gpus)
-        return (self.resident_tokens + others) * self.shape.token_bytes
+        other_gpus = sum(gpu.resident_tokens for gpu in self.gpus)
+        return (self.resident_tokens + other_gpus) * self.shape.token_bytes
 
     @property
     def cpu_attended_bytes(self) -> int:
@@ -269,5 +269,5 @@ class Placement:
     @property
     def streamed_bytes(self) -> int:
         """Bytes that cross all links together for every pass."""
-        others = sum(gpu.streamed_tokens for gpu in self.gpus)
-        return (self.streamed_tokens + others) * self.shape.token_bytes
+        other_gpus = sum(gpu.streamed_tokens for gpu in self.gpus)
+        return (self.streamed_tokens + other_gpus) * self.shape.token_bytes

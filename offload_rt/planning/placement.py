@@ -18,7 +18,7 @@ from offload_rt.planning.cost_model import CostModel, RoundTime
 def best_round(costs: CostModel) -> RoundTime:
     """Returns the round with the least time per token, of all drafts."""
     rounds = (_shortest_round(costs, drafted) for drafted in costs.request.drafts)
-    return min(rounds, key=lambda one: one.ms_per_token)
+    return min(rounds, key=lambda round: round.ms_per_token)
 
 
 def _shortest_round(costs: CostModel, drafted: DraftShape) -> RoundTime:
@@ -32,7 +32,7 @@ def _shortest_round(costs: CostModel, drafted: DraftShape) -> RoundTime:
     def at(resident: int, cpu: int) -> RoundTime:
         return costs.round(costs.verification(costs.memory.placement(resident, cpu), drafted), draft)
 
-    capacity, *others = costs.memory.capacities or [0]
+    capacity, *other_capacities = costs.memory.capacities or [0]
     if (cpu := request.given_cpu) is not None:
         if resident is None:
             resident = min(capacity, context - cpu)
@@ -41,15 +41,15 @@ def _shortest_round(costs: CostModel, drafted: DraftShape) -> RoundTime:
 
     def unstreamed(resident: int) -> int:
         """Returns the tokens for the CPU, in whole pages, where GPUs keep all they can and none stream."""
-        left = context - resident
-        return min(left, -(-max(0, left - sum(others)) // page) * page)
+        remaining = context - resident
+        return min(remaining, -(-max(0, remaining - sum(other_capacities)) // page) * page)
 
-    kept = capacity if resident is None else resident
-    found = [at(kept, 0)]
-    found += _lowest(range(page, context - kept, page), lambda cpu: at(kept, cpu))
-    fewer = range(0, kept + 1, page) if resident is None else range(kept, kept + 1)
-    found += _lowest(fewer, lambda resident: at(resident, unstreamed(resident)))
-    return min(found, key=lambda one: one.ms)
+    most_resident = capacity if resident is None else resident
+    rounds = [at(most_resident, 0)]
+    rounds += _lowest(range(page, context - most_resident, page), lambda cpu: at(most_resident, cpu))
+    fewer = range(0, most_resident + 1, page) if resident is None else range(most_resident, most_resident + 1)
+    rounds += _lowest(fewer, lambda resident: at(resident, unstreamed(resident)))
+    return min(rounds, key=lambda round: round.ms)
 
 
 def _lowest(places: range, at: Callable[[int], RoundTime]) -> list[RoundTime]:

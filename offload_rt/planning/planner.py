@@ -92,8 +92,8 @@ class Plan:
         if self.request.in_place:
             return []
         placement = self.placement
-        kept = placement.resident_tokens, *(gpu.resident_tokens for gpu in placement.gpus)
-        return [self.memory.gpu(number, tokens) for number, tokens in enumerate(kept)]
+        resident = placement.resident_tokens, *(gpu.resident_tokens for gpu in placement.gpus)
+        return [self.memory.gpu(number, tokens) for number, tokens in enumerate(resident)]
 
     @property
     def host(self) -> Memory:
@@ -166,7 +166,7 @@ def requests_for(
     expected = expected_acceptance, small_model_acceptance
     small = None if draft is None else replace(draft, dtype=target.dtype)
     candidates = possible(configs, draft is not None, bool(target.paged_layers))
-    return [PlanRequest(target, small, one, *sizes, hardware, *expected) for one in candidates]
+    return [PlanRequest(target, small, config, *sizes, hardware, *expected) for config in candidates]
 
 
 def plan(request: PlanRequest) -> Plan:
@@ -179,9 +179,9 @@ def ranked(requests: Iterable[PlanRequest]) -> list[Plan]:
 
     Where none fits, there is one plan: it says why, and which change of any of them comes nearest.
     """
-    asked = list(requests)
-    plans = sorted(map(_fastest, asked), key=lambda one: one.ms_per_token)
-    return plans if plans[0].fits else [_refused(asked)]
+    candidates = list(requests)
+    plans = sorted(map(_fastest, candidates), key=lambda plan: plan.ms_per_token)
+    return plans if plans[0].fits else [_refused(candidates)]
 
 
 def _fastest(request: PlanRequest) -> Plan:
@@ -191,8 +191,8 @@ def _fastest(request: PlanRequest) -> Plan:
     if not models:
         return _unplanned(ways[0], str(MemoryBudget(ways[0]).shortage))
     rounds = {way: best_round(costs) for way, costs in models.items()}
-    chosen = min(rounds, key=lambda way: rounds[way].ms_per_token)
-    return _planned(chosen, models[chosen], rounds[chosen])
+    best = min(rounds, key=lambda way: rounds[way].ms_per_token)
+    return _planned(best, models[best], rounds[best])
 
 
 def _ways(request: PlanRequest) -> list[PlanRequest]:
@@ -237,9 +237,9 @@ def _planned(request: PlanRequest, costs: CostModel, best: RoundTime) -> Plan:
         bottleneck=costs.bottleneck(best),
         plain_ms_per_token=best_round(CostModel(plain)).ms_per_token,
     )
-    told = assumptions.predictions(request, fitting, best, predicted.plain_ms_per_token)
-    known = (*assumptions.machine(fitting), *told)
-    return Plan(fitting, best.verification.placement, best.verification.gamma, None, predicted, known)
+    predictions = assumptions.predictions(request, fitting, best, predicted.plain_ms_per_token)
+    notes = (*assumptions.machine(fitting), *predictions)
+    return Plan(fitting, best.verification.placement, best.verification.gamma, None, predicted, notes)
 
 
 def with_budget(request: PlanRequest) -> PlanRequest:
@@ -262,7 +262,7 @@ def longest(requests: Sequence[PlanRequest]) -> Plan:
 def comparison(plans: Sequence[Plan]) -> str:
     """Returns the config that was chosen of `ranked` plans, and the predicted ms per token of the others."""
     first, *others = (
-        f"{one.request.config.name} {one.predicted.ms_per_token:.1f}" for one in plans if one.predicted
+        f"{plan.request.config.name} {plan.predicted.ms_per_token:.1f}" for plan in plans if plan.predicted
     )
     return f"{first} ms per token, as predicted" + (f" ({', '.join(others)})" if others else "")
 
@@ -294,13 +294,15 @@ def _largest_budget(request: PlanRequest) -> int:
     retrieval = request.config.retrieval
     least = retrieval.chunk + retrieval.recent
     budgets = range(-(-least // retrieval.chunk) * retrieval.chunk, retrieval.budget, retrieval.chunk)
-    found = _most(len(budgets), lambda count: _fits(request.having("retrieval.budget", budgets[count - 1])))
-    return budgets[found - 1] if found else 0
+    fitting = _largest_fitting(
+        len(budgets), lambda count: _fits(request.having("retrieval.budget", budgets[count - 1]))
+    )
+    return budgets[fitting - 1] if fitting else 0
 
 
 def _refused(requests: Sequence[PlanRequest]) -> Plan:
     """Returns why none of several compositions fits, by the one that needs least, and what comes nearest."""
-    plainest = min(requests, key=lambda one: len(one.levels))
+    plainest = min(requests, key=lambda request: len(request.levels))
     way = _ways(plainest)[0]
     return _unplanned(way, f"{MemoryBudget(way).shortage}; {_remedies(requests, way)}")
 
@@ -309,16 +311,16 @@ def _remedies(requests: Sequence[PlanRequest], plainest: PlanRequest) -> str:
     """Returns the change that makes a request fit and costs the user least, and the longest contexts."""
     flags = _flags(requests, plainest)
     change = _size(plainest) or next((flag for flag, changed in flags.items() if _any_fits(changed)), None)
-    most, remedies = _longest_tokens(requests), [f"what fits: {change}"] if change else []
+    longest_tokens, remedies = _longest_tokens(requests), [f"what fits: {change}"] if change else []
     if change is None and flags:
         reach = {flag: _longest_tokens(changed) for flag, changed in flags.items()}
         flag = max(reach, key=lambda flag: reach[flag])
-        if reach[flag] > most:
+        if reach[flag] > longest_tokens:
             remedies.append(f"with {flag} up to {reach[flag]} tokens fit")
-    if most:
-        remedies.append(f"the longest context that fits is {most} tokens")
+    if longest_tokens:
+        remedies.append(f"the longest context that fits is {longest_tokens} tokens")
     gpus = plainest.hardware.gpus
-    twice = [replace(one, hardware=replace(one.hardware, gpus=2 * gpus)) for one in requests]
+    twice = [replace(request, hardware=replace(request.hardware, gpus=2 * gpus)) for request in requests]
     if not remedies and len(gpus) == 1 and _any_fits(twice):
         remedies = ["what fits: 2 such GPUs"]
     return "; ".join([*unquantized_experts(plainest), *remedies]) or NOTHING_FITS
@@ -342,7 +344,7 @@ def _flags(requests: Sequence[PlanRequest], plainest: PlanRequest) -> dict[str, 
     """Returns flags that save memory, those that cost least first, with the requests that they change."""
     flags = dict[str, list[PlanRequest]]()
     if plainest.target.dtype == ElementType.FLOAT32:
-        flags["--dtype bfloat16"] = [_in_bfloat16(one) for one in requests]
+        flags["--dtype bfloat16"] = [_in_bfloat16(request) for request in requests]
     plain = [plainest.having("speculation.levels", ())] if plainest.levels else []
     if plain:
         flags["--config plain"] = plain
@@ -380,20 +382,20 @@ def unquantized_experts(request: PlanRequest) -> Iterator[str]:
 
 
 def _any_fits(requests: Iterable[PlanRequest]) -> bool:
-    return any(_fitting(way) for one in requests for way in _ways(one))
+    return any(_fitting(way) for request in requests for way in _ways(request))
 
 
 def _shortened(requests: Iterable[PlanRequest], tokens: int) -> list[PlanRequest]:
-    return [replace(one, context=tokens) for one in requests]
+    return [replace(request, context=tokens) for request in requests]
 
 
 def _longest_tokens(requests: Sequence[PlanRequest]) -> int:
     """Returns the longest prompt below that of the requests that one of them fits, in whole pages; or 0."""
     page = requests[0].config.store.page
     pages = (requests[0].context - 1) // page
-    return page * _most(pages, lambda count: _any_fits(_shortened(requests, count * page)))
+    return page * _largest_fitting(pages, lambda count: _any_fits(_shortened(requests, count * page)))
 
 
-def _most(limit: int, fits: Callable[[int], object]) -> int:
+def _largest_fitting(limit: int, fits: Callable[[int], object]) -> int:
     """Returns the largest of 1 … limit that fits, where all smaller ones fit too; 0 if none does."""
     return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))

@@ -46,9 +46,9 @@ class PlanRequest:
     given_remote_mlps: int | None = None  # MLP blocks on the second GPU, once that is decided
 
     def __post_init__(self) -> None:
-        for what, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
+        for name, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
             if value < least:
-                raise UsageError(f"{what} {value}: must be at least {least}")
+                raise UsageError(f"{name} {value}: must be at least {least}")
         for rate in (self.same_model_acceptance, self.small_model_acceptance):
             if not 0 <= rate <= 1:
                 raise UsageError(f"acceptance {rate:g}: must be from 0 to 1")
@@ -103,8 +103,8 @@ class PlanRequest:
     @property
     def groups(self) -> list[LayerOrder]:
         """Plans of groups of layers that two devices may share; empty where there is one device, or none."""
-        found = [level.groups_on_two(self) for level in self.levels] if self.other_gpus else []
-        return [plan for plan in found if plan is not None]
+        plans = [level.groups_on_two(self) for level in self.levels] if self.other_gpus else []
+        return [plan for plan in plans if plan is not None]
 
     @property
     def refreshes_from_stream(self) -> bool:
@@ -120,12 +120,12 @@ class PlanRequest:
         """Bytes of a GPU's staging ring; 0 where nothing is paged."""
         if not self.target.paged_layers:
             return 0
-        layout, tokens = self.stored, self.segment_tokens
+        layout, tokens = self.store_layout, self.segment_tokens
         unpacked = tokens * layout.layer_token_bytes if layout.packed else 0
         return self.config.store.ring_buffers * layout.layer_bytes(tokens) + unpacked
 
     @cached_property
-    def stored(self) -> KVSizes:
+    def store_layout(self) -> KVSizes:
         """The layout of the KV in the store: in 12 bits a value where it is packed."""
         layout = self.target.layout(self.config.store.page)
         triton = all(gpu.triton for gpu in self.hardware.gpus)
@@ -192,10 +192,10 @@ def allowed_drafts(shape: DraftShape, *models: ModelShape | None) -> list[DraftS
     A layer with a recurrent state keeps one for each branch of a draft, which may be as large as the KV of
     2,000 tokens. Such models draft chains, and sequences side by side; a chain takes the place of a tree.
     """
-    found = shape.candidates()
+    shapes = shape.candidates()
     if all(model is None or model.drafts_trees for model in models):
-        return found
-    return [one for one in found if one.kind in ("chain", "sequences")] or CHAIN.candidates()
+        return shapes
+    return [kind for kind in shapes if kind.kind in ("chain", "sequences")] or CHAIN.candidates()
 
 
 def check_positions(model: ModelShape | CausalModel, prompt_tokens: int, new_tokens: int) -> None:
@@ -232,10 +232,12 @@ def available(config: Config, draft_model: bool) -> Config:
     Raises:
         UsageError: no level is left.
     """
-    kept = tuple(level.settings for level in levels_of(config) if draft_model or not level.needs_draft_model)
-    if config.speculation.levels and not kept:
+    settings = tuple(
+        level.settings for level in levels_of(config) if draft_model or not level.needs_draft_model
+    )
+    if config.speculation.levels and not settings:
         raise UsageError(
             f"config {config.name} drafts with a small model, and there is none: name one with --draft, "
             "or use config retrieval or lookup"
         )
-    return config.having("speculation.levels", kept)
+    return config.having("speculation.levels", settings)

@@ -26,7 +26,7 @@ class SequenceCosts:
     def __init__(self, request: PlanRequest, tiers: Tiers) -> None:
         self.request = request
         self._tiers = tiers
-        self._found: dict[tuple[object, ...], tuple[float, float, CostModel]] = {}
+        self._predicted: dict[tuple[object, ...], tuple[float, float, CostModel]] = {}
 
     def pass_ms(self, length: int, shape: DraftShape) -> float:
         """Time in ms to verify a draft of `shape` behind `length` tokens."""
@@ -43,24 +43,24 @@ class SequenceCosts:
     def _costs(self, length: int, shape: DraftShape) -> tuple[float, float, CostModel]:
         step = round(math.log(max(1, length), LENGTH_STEP))
         key = step, shape.kind, shape.depth, shape.widths, shape.nodes
-        if key not in self._found:
-            priced = max(1, min(round(LENGTH_STEP**step), self.request.target.max_positions))
-            costs = CostModel(replace(self.request, context=priced, new_tokens=0))
-            verification = costs.verification(self._placement(priced), shape)
-            self._found[key] = verification.ms, costs.draft(shape).ms, costs
-        return self._found[key]
+        if key not in self._predicted:
+            context = max(1, min(round(LENGTH_STEP**step), self.request.target.max_positions))
+            costs = CostModel(replace(self.request, context=context, new_tokens=0))
+            verification = costs.verification(self._placement(context), shape)
+            self._predicted[key] = verification.ms, costs.draft(shape).ms, costs
+        return self._predicted[key]
 
     def _placement(self, length: int) -> Placement:
         """Returns the placement of so many tokens."""
-        left, tiers = length, self._tiers
-        resident = min(left, tiers.resident_tokens)
-        cpu = min(left - resident, tiers.cpu_tokens)
-        left -= resident + cpu
+        remaining, tiers = length, self._tiers
+        resident = min(remaining, tiers.resident_tokens)
+        cpu = min(remaining - resident, tiers.cpu_tokens)
+        remaining -= resident + cpu
         gpus = []
         for gpu in tiers.gpus:
-            kept = min(left, gpu.resident_tokens)
-            streamed = min(left - kept, gpu.streamed_tokens)
-            gpus.append(GpuTier(kept, streamed))
-            left -= kept + streamed
-        packed = tiers.packed and self.request.stored.packed
-        return Placement(resident, cpu, left, self.request.target, tuple(gpus), packed)
+            gpu_resident = min(remaining, gpu.resident_tokens)
+            streamed = min(remaining - gpu_resident, gpu.streamed_tokens)
+            gpus.append(GpuTier(gpu_resident, streamed))
+            remaining -= gpu_resident + streamed
+        packed = tiers.packed and self.request.store_layout.packed
+        return Placement(resident, cpu, remaining, self.request.target, tuple(gpus), packed)

@@ -32,10 +32,10 @@ LEFT_OPEN = {"offload.refresh_from": "auto", "retrieval.bits": "auto", "offload.
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What is decided about a sequence before its prompt is read. Made by `of` and `adapted`.
+    """What is decided about a sequence before its prefill. Made by `of` and `adapted`.
 
     Attributes:
-        request: the models, a config that leaves nothing open, and the hardware by which rounds are priced.
+        request: the models, a config that leaves nothing open, and the hardware that costs are predicted for.
         tiers: number of tokens in each tier but the streamed one.
     """
 
@@ -47,9 +47,9 @@ class SequencePlan:
         """Decides how many entries are retrieved, where the config leaves it open: as is fastest here."""
         if not request.chooses_budget:
             return cls(request, tiers)
-        placed = request.having("offload.resident_tokens", tiers.resident_tokens)
-        placed = placed.having("offload.cpu_tokens", tiers.cpu_tokens)
-        budget = with_budget(placed).config.retrieval.budget
+        with_tiers = request.having("offload.resident_tokens", tiers.resident_tokens)
+        with_tiers = with_tiers.having("offload.cpu_tokens", tiers.cpu_tokens)
+        budget = with_budget(with_tiers).config.retrieval.budget
         return cls(request.having("retrieval.budget", budget), tiers)
 
     @property
@@ -93,7 +93,7 @@ class SequencePlanner:
     """Plans sequences of the models of an engine.
 
     Args:
-        shared: the models, the store and the links.
+        resources: the models, the store and the links.
         configs: to choose among; their keys for the store are those of the first one.
         triton: Triton kernels run on the GPUs.
         on_progress: called with the progress of measuring a machine for its first plan.
@@ -106,15 +106,15 @@ class SequencePlanner:
 
     def __init__(
         self,
-        shared: SharedResources,
+        resources: SharedResources,
         configs: Sequence[Config],
         *,
         triton: bool,
         on_progress: Callable[[str, int, int], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        self.target = shared.target
-        self._shared = shared
+        self.target = resources.target
+        self._resources = resources
         self.configs = configs
         self._triton = triton
         self._on_progress = on_progress
@@ -131,7 +131,7 @@ class SequencePlanner:
         Raises:
             UsageError: it does not fit.
         """
-        on_gpu, link = self.target.device.type == "cuda", self._shared.link
+        on_gpu, link = self.target.device.type == "cuda", self._resources.link
         request = self._request(self.configs[0], prompt, new_tokens, self._assumed_hardware)
         if on_gpu or len(self.configs) > 1:
             fastest = self._fastest(prompt, new_tokens, sequences, shared_tokens)
@@ -144,12 +144,12 @@ class SequencePlanner:
         offload, page = request.config.offload, request.config.store.page
         resident, cpu = max(0, offload.resident_tokens), max(0, offload.cpu_tokens)
         # Links of no known rate share evenly.
-        others = len(self._shared.other_links)
+        others = len(self._resources.other_links)
         pages = max(0, request.context - resident - cpu) // page // (1 + others)
         packed = MemoryBudget(request).resident.packed
         return SequencePlan.of(request, Tiers(resident, cpu, (GpuTier(0, pages * page),) * others, packed))
 
-    def placed(self, prompt: int, new_tokens: int, tiers: Tiers) -> SequencePlan:
+    def plan_with(self, prompt: int, new_tokens: int, tiers: Tiers) -> SequencePlan:
         """Returns the plan of a sequence whose KV is placed as the caller says, by the first config."""
         return SequencePlan.of(
             self._request(self.configs[0], prompt, new_tokens, self._assumed_hardware), tiers
@@ -166,7 +166,7 @@ class SequencePlanner:
         Raises:
             UsageError: names what is available.
         """
-        target, store = self.target, self._shared.store
+        target, store = self.target, self._resources.store
         for prompt_tokens, new_tokens in sizes:
             check_positions(target, prompt_tokens, new_tokens)
         total, layout = sum(map(sum, sizes)) - shared_tokens, store.layout
@@ -178,29 +178,29 @@ class SequencePlanner:
         available = max(0, available_memory() + self._free_bytes - shared_tokens * means)
         needed = total * token_bytes
         if needed > available:
-            others = (
+            opened = (
                 f", beside {store.used_bytes / 2**30:.1f} GiB of open contexts" if store.used_bytes else ""
             )
             fits = "the longest context that fits is" if len(sizes) == 1 else "of all sequences together fit"
             raise UsageError(
                 f"the KV of {total} tokens needs {needed / 2**30:.1f} GiB of memory and "
-                f"{available / 2**30:.1f} GiB are available{others}: {fits} {available // token_bytes} tokens"
+                f"{available / 2**30:.1f} GiB are available{opened}: {fits} {available // token_bytes} tokens"
             )
 
     @property
     def _free_bytes(self) -> int:
         """Bytes that the store has allocated and holds no KV in: they are used before it asks for more."""
-        return self._shared.store.reserved_bytes - self._shared.store.used_bytes
+        return self._resources.store.reserved_bytes - self._resources.store.used_bytes
 
     @cached_property
     def shapes(self) -> tuple[ModelShape, ModelShape | None]:
         """Shapes of the target and of the small model."""
 
         def shape(model: CausalModel) -> ModelShape:
-            found = shape_of(model.module, ElementType.of(model.dtype), model.name)
-            return replace(found, embedding_on_gpu=not host_bytes(model.module))
+            loaded = shape_of(model.module, ElementType.of(model.dtype), model.name)
+            return replace(loaded, embedding_on_gpu=not host_bytes(model.module))
 
-        draft = self._shared.draft
+        draft = self._resources.draft
         return shape(self.target), None if draft is None else shape(draft)
 
     def _request(self, config: Config, prompt: int, new_tokens: int, hardware: Hardware) -> PlanRequest:
@@ -219,28 +219,35 @@ class SequencePlanner:
 
     def _free_hardware(self, sequences: int, shared_tokens: int) -> Hardware:
         """Returns the machine with the memory that one of several new sequences may take."""
-        shared, models = self._shared, self._shared.models
-        loaded = sum(model.weight_bytes for model in models) + shared.heads.weight_bytes
-        loaded += shared.pool.free_bytes  # kept for this sequence, or let go before it takes others
-        there = sum(block.weight_bytes for block in self.target.remote_mlps)  # on the second GPU
+        resources, models = self._resources, self._resources.models
+        loaded_bytes = sum(model.weight_bytes for model in models) + resources.heads.weight_bytes
+        loaded_bytes += resources.pool.free_bytes  # kept for this sequence, or let go before it takes others
+        remote_weights = sum(block.weight_bytes for block in self.target.remote_mlps)  # on the second GPU
         copies = sum(model.remote_blocks.weight_bytes for model in models)
-        others = [(link.device, 0 if at else there + copies) for at, link in enumerate(shared.other_links)]
-        hardware = usable_hardware(self.target.device, loaded - there, self._on_progress, others)
-        held = self._free_bytes + shared_tokens * shared.store.layout.stored_token_bytes
-        held += sum(host_bytes(model.module) for model in models)
+        others = [
+            (link.device, 0 if at else remote_weights + copies)
+            for at, link in enumerate(resources.other_links)
+        ]
+        hardware = usable_hardware(
+            self.target.device, loaded_bytes - remote_weights, self._on_progress, others
+        )
+        reusable = self._free_bytes + shared_tokens * resources.store.layout.stored_token_bytes
+        reusable += sum(host_bytes(model.module) for model in models)
         host = hardware.host
-        host = replace(host, memory_bytes=host.memory_bytes + held, lockable_bytes=host.lockable_bytes + held)
+        host = replace(
+            host, memory_bytes=host.memory_bytes + reusable, lockable_bytes=host.lockable_bytes + reusable
+        )
         hardware = replace(hardware, host=host)
         if sequences > 1:
-            weights = loaded - there, *(size for _, size in others)
+            weights = loaded_bytes - remote_weights, *(size for _, size in others)
             gpus = tuple(map(shared_gpu, hardware.gpus, repeat(sequences), weights))
             hardware = replace(hardware, gpus=gpus)
         return hardware
 
     @cached_property
     def _assumed_hardware(self) -> Hardware:
-        """The hardware by which rounds are priced where no plan has measured any."""
-        link, others = self._shared.link, len(self._shared.other_links)
+        """The hardware that costs are predicted for where no plan has measured any."""
+        link, others = self._resources.link, len(self._resources.other_links)
         if link.in_place:
             return named_hardware(NO_GPU)
         if self.target.device.type == "cuda":

@@ -23,10 +23,10 @@ def integer(name: str, value: object) -> int:
     """Returns `value` as an int. Raises UsageError, which names it, unless it is one of at most 64 bits."""
     with suppress(TypeError):
         if not isinstance(value, bool):
-            found = operator.index(value)  # type: ignore[arg-type]
-            if (bits := found.bit_length()) > 64:  # Python refuses to write very long ones in messages
+            number = operator.index(value)  # type: ignore[arg-type]
+            if (bits := number.bit_length()) > 64:  # Python refuses to write very long ones in messages
                 raise UsageError(f"{name} is out of range: it has {bits} bits, of 64 at most")
-            return found
+            return number
     raise UsageError(f"{name} must be an integer, got {briefly(value)}")
 
 
@@ -44,7 +44,7 @@ def is_batch(prompt: object) -> bool:
     """Returns whether `prompt` is a list of prompts: all of its entries are texts or sequences."""
     if not isinstance(prompt, list | tuple):
         return getattr(prompt, "ndim", 1) == 2
-    return len(prompt) > 0 and all(isinstance(one, Sequence) or getattr(one, "ndim", 0) for one in prompt)
+    return len(prompt) > 0 and all(isinstance(item, Sequence) or getattr(item, "ndim", 0) for item in prompt)
 
 
 def token_ids(prompt: object) -> list[int]:
@@ -53,14 +53,14 @@ def token_ids(prompt: object) -> list[int]:
     Raises:
         UsageError: `prompt` is neither; names the value and says what to pass.
     """
-    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         kind = type(prompt).__name__
         raise UsageError(f'prompt is a {kind}: give the token IDs in it, prompt["input_ids"]')
-    if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(given, Sequence):
+    if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(items, Sequence):
         kind = type(prompt).__name__
         raise UsageError(f"prompt {briefly(prompt)} is of type {kind}: give a text (str) or token IDs")
-    return [integer(f"prompt token {at}", token) for at, token in enumerate(given)]
+    return [integer(f"prompt token {at}", token) for at, token in enumerate(items)]
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class SamplingParams(Sampler):
 
     def __post_init__(self) -> None:
         integers, optional = ("top_k", "max_tokens", "seed", "logprobs"), ("seed", "logprobs")
-        for name in dict.fromkeys((*(one.name for one in fields(Sampler)), *integers)):
+        for name in dict.fromkeys((*(field.name for field in fields(Sampler)), *integers)):
             value = getattr(self, name)
             if value is not None or name not in optional:
-                read = integer if name in integers else number
-                object.__setattr__(self, name, read(name.replace("_", "-"), value))
+                convert = integer if name in integers else number
+                object.__setattr__(self, name, convert(name.replace("_", "-"), value))
         super().__post_init__()
         if self.max_tokens < 1:
             raise UsageError(f"max-tokens {self.max_tokens} is out of range: use 1 or more")

@@ -39,14 +39,14 @@ class Draft:
         tree: parent of each node.
         probs: `[nodes, vocabulary]`, the distribution that each token was drawn from, given its elder
             siblings; None for a deterministic draft.
-        found: number of nodes at the end that a token source added to a model's draft; their acceptance
-            does not count for the model.
+        source_nodes: number of nodes at the end that a token source added to a model's draft; their
+            acceptance does not count for the model.
     """
 
     tokens: Tokens = field(default_factory=lambda: Tokens([]))
     tree: Tree = field(default_factory=Tree)
     probs: Tensor | None = None
-    found: int = 0
+    source_nodes: int = 0
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.tree):
@@ -71,14 +71,14 @@ class Verdict:
     token: Tensor
 
 
-def verify_greedy(draft: Draft, chosen: Tensor) -> Verdict:
-    """Accepts the nodes whose tokens are `chosen` `[1 + nodes]`, the verifier's most likely token per row."""
+def verify_greedy(draft: Draft, likeliest: Tensor) -> Verdict:
+    """Accepts the nodes whose tokens are the verifier's `likeliest` of their rows, `[1 + nodes]`."""
     if not len(draft):
-        return Verdict(chosen.new_zeros(()), chosen[0])
-    device = chosen.device
-    row = draft.tree.descend(draft.tokens.on(device) == chosen[draft.tree.parent_rows(device)])
+        return Verdict(likeliest.new_zeros(()), likeliest[0])
+    device = likeliest.device
+    row = draft.tree.descend(draft.tokens.on(device) == likeliest[draft.tree.parent_rows(device)])
     # chosen[row] would wait for the device: torch reads an index without dimensions on the host.
-    return Verdict(row, chosen.gather(0, row[None])[0])
+    return Verdict(row, likeliest.gather(0, row[None])[0])
 
 
 def verify(draft: Draft, probs: Tensor, draws: Draws) -> Verdict:
@@ -92,15 +92,15 @@ def verify(draft: Draft, probs: Tensor, draws: Draws) -> Verdict:
     device, tree = probs.device, draft.tree
     tokens, above = draft.tokens.on(device), tree.parent_rows(device)
     # Each row minus its rejected children so far; the last child is subtracted below.
-    left = probs if len(tree.ranks) == 1 else probs.clone()
+    remaining = probs if len(tree.ranks) == 1 else probs.clone()
     last = torch.full((len(probs),), -1, device=device)
     chances = torch.empty(len(tree), dtype=torch.float64, device=device)
     for rank, elder in zip(tree.ranks, [[], *tree.ranks], strict=False):
         nodes = on_device(tuple(rank), device)
         rows = above[nodes]
         if elder:
-            left[rows] = residual(left[rows], _proposal(draft, last[rows], probs))
-        likely = left[rows, tokens[nodes]].double()
+            remaining[rows] = residual(remaining[rows], _proposal(draft, last[rows], probs))
+        likely = remaining[rows, tokens[nodes]].double()
         drawn_from = torch.ones_like(likely)
         if draft.probs is not None:
             drawn_from = draft.probs[nodes, tokens[nodes]].double()
@@ -108,7 +108,7 @@ def verify(draft: Draft, probs: Tensor, draws: Draws) -> Verdict:
         chances[nodes] = torch.where(drawn_from > 0, likely / drawn_from, 0.0)
         last[rows] = nodes
     row = draws.descend(tree, chances)
-    final, child = left.index_select(0, row[None]), last.index_select(0, row[None])
+    final, child = remaining.index_select(0, row[None]), last.index_select(0, row[None])
     # Below a leaf nothing was proposed, so nothing is subtracted.
     proposal = _proposal(draft, child.clamp(min=0), probs) * (child >= 0)[:, None]
     return Verdict(row, draws.categorical(residual(final, proposal)[0]))
@@ -124,6 +124,6 @@ def _proposal(draft: Draft, nodes: Tensor, probs: Tensor) -> Tensor:
 
 def residual(probs: Tensor, proposal: Tensor) -> Tensor:
     """Returns norm(max(0, probs - proposal)) per row, or `probs` where both are equal up to rounding."""
-    rest = torch.clamp(probs - proposal, min=0.0)
-    total = rest.sum(-1, keepdim=True)
-    return torch.where(total > 0, rest / total, probs)
+    difference = torch.clamp(probs - proposal, min=0.0)
+    total = difference.sum(-1, keepdim=True)
+    return torch.where(total > 0, difference / total, probs)

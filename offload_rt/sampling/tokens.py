@@ -84,16 +84,16 @@ class Tokens:
         probes = [nan for part in (self, *self._parts) if (nan := part._nan) is not None]
         return [self._tensor, *([torch.stack(probes).any()] if probes else [])]
 
-    def arrive(self, read: Sequence[Tensor]) -> None:
+    def arrive(self, copies: Sequence[Tensor]) -> None:
         """Takes the host copies of `pending`.
 
         Raises:
             NotANumber: the tokens were drawn from NaN logits.
         """
-        if not read:
+        if not copies:
             return
-        self._take(read[0].tolist())
-        if len(read) > 1 and bool(read[1]):
+        self._take(copies[0].tolist())
+        if len(copies) > 1 and bool(copies[1]):
             for part in (self, *self._parts):
                 if part._on_nan is not None:
                     part._on_nan()

@@ -54,10 +54,10 @@ class Tree:
     def ranks(self) -> list[list[int]]:
         """Nodes by sibling rank: all eldest children, then all second children, and so on."""
         ranks: list[list[int]] = []
-        seen: dict[int, int] = {}
+        children: dict[int, int] = {}
         for node, parent in enumerate(self.parents):
-            rank = seen.get(parent, 0)
-            seen[parent] = rank + 1
+            rank = children.get(parent, 0)
+            children[parent] = rank + 1
             if rank == len(ranks):
                 ranks.append([])
             ranks[rank].append(node)

@@ -36,13 +36,13 @@ class Answering:
 
     def __init__(
         self,
-        asked: GenerationRequest,
+        request: GenerationRequest,
         jobs: Sequence[Job],
         replies: Sequence[Reply],
         events: asyncio.Queue[tuple[int, Event]],
         prompts: int,
     ) -> None:
-        self._asked = asked
+        self._request = request
         self._jobs = jobs
         self._replies = replies
         self._events = events
@@ -85,7 +85,7 @@ class Answering:
                 if self._ended:
                     break
                 chunks = await self._chunks(request)
-            options = self._asked.stream_options
+            options = self._request.stream_options
             if options is not None and options.include_usage:
                 yield _line(self._replies[0].chunk([], usage=usage(self._finished, self._prompts)))
             yield "data: [DONE]\n\n"
@@ -110,24 +110,26 @@ class Answering:
             Exception: the event is an error.
         """
         event = asyncio.create_task(self._events.get())
-        gone = asyncio.create_task(_disconnected(request))
+        disconnection = asyncio.create_task(_disconnected(request))
         try:
-            await asyncio.wait((event, gone), timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (event, disconnection), timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED
+            )
             if event.done():
                 return self._take(*event.result())
-            if gone.done():
+            if disconnection.done():
                 raise ClientGone
             return None
         finally:
             event.cancel()
-            gone.cancel()
+            disconnection.cancel()
 
     def _take(self, index: int, event: Event) -> list[Json]:
         reply = self._replies[index]
         if isinstance(event, Exception):
             raise event
         if isinstance(event, PromptProgress):
-            return [reply.progress(event)] if self._asked.return_progress else []
+            return [reply.progress(event)] if self._request.return_progress else []
         if isinstance(event, TokenEvent):
             chunk = reply.token(event)
             return [] if chunk is None else [chunk]

@@ -65,26 +65,26 @@ class Service:
     # Routes:
 
     async def chat(self, request: Request) -> Response:
-        asked = await _body(request, ChatRequest)
-        self._check_choices(asked.n)
+        body = await _body(request, ChatRequest)
+        self._check_choices(body.n)
         template = self._llm.chat_template
-        thinking = template.thoughts(asked.thinking, asked.json_schema)
-        tokens = await self._tokenized(template.encode, asked.messages, thinking=thinking)
+        thinking = template.thoughts(body.thinking, body.json_schema)
+        tokens = await self._tokenized(template.encode, body.messages, thinking=thinking)
 
-        def reply(*given: Any) -> Reply:
-            return ChatReply(*given, thoughts=template.splitter(tokens))
+        def reply(*base: Any) -> Reply:
+            return ChatReply(*base, thoughts=template.splitter(tokens))
 
-        return await self._generate(request, asked, [tokens], new_id("chatcmpl"), reply)
+        return await self._generate(request, body, [tokens], new_id("chatcmpl"), reply)
 
     async def complete(self, request: Request) -> Response:
-        asked = await _body(request, CompletionRequest)
-        self._check_choices(len(asked.prompts) * asked.n)
+        body = await _body(request, CompletionRequest)
+        self._check_choices(len(body.prompts) * body.n)
 
         def encode(prompt: object) -> list[int]:
             return self._llm.prompt_ids(prompt if isinstance(prompt, str) else token_ids(prompt))
 
-        prompts = [await self._tokenized(encode, prompt) for prompt in asked.prompts]
-        return await self._generate(request, asked, prompts, new_id("cmpl"), CompletionReply)
+        prompts = [await self._tokenized(encode, prompt) for prompt in body.prompts]
+        return await self._generate(request, body, prompts, new_id("cmpl"), CompletionReply)
 
     async def models(self, request: Request) -> Response:
         model = {"id": self._name, "object": "model", "created": self._began, "owned_by": "offload-rt"}
@@ -92,19 +92,19 @@ class Service:
         return JSONResponse({"object": "list", "data": [listed]})
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await _body(request, TokenizeRequest)
-        tokens = await self._tokenized(self._llm.encode, asked.content, special=asked.add_special)
+        body = await _body(request, TokenizeRequest)
+        tokens = await self._tokenized(self._llm.encode, body.content, special=body.add_special)
         return JSONResponse({"tokens": tokens})
 
     async def document(self, request: Request) -> Response:
         """Returns the text of a file that the page has read, and notices of what cannot be read of it."""
-        asked = await _body(request, DocumentRequest)
+        body = await _body(request, DocumentRequest)
         try:
-            data = base64.b64decode(asked.data, validate=True)
+            data = base64.b64decode(body.data, validate=True)
         except (binascii.Error, ValueError):
             raise ApiError(400, "data is not base64", "invalid_value", "data") from None
         notices = list[str]()
-        text = await asyncio.to_thread(document_text, asked.name, data, notices.append)
+        text = await asyncio.to_thread(document_text, body.name, data, notices.append)
         return JSONResponse({"text": text, "notices": notices})
 
     async def health(self, request: Request) -> Response:
@@ -117,7 +117,7 @@ class Service:
         gauges = {
             "running": ("Requests that are read or continued.", self._worker.running),
             "waiting": ("Requests in the queue.", self._worker.waiting),
-            "kept_prefixes": ("Prefixes whose KV is kept in memory.", self._worker.kept),
+            "kept_prefixes": ("Prefixes whose KV is kept in memory.", self._worker.kept_prefixes),
             "kv_bytes": ("Bytes of KV in memory.", store.used_bytes),
         }
         return PlainTextResponse(self._metrics.text(gauges), media_type="text/plain; version=0.0.4")
@@ -127,37 +127,39 @@ class Service:
 
     # What they share:
 
-    async def _tokenized(self, encode: Callable[..., list[int]], *given: Any, **options: Any) -> list[int]:
+    async def _tokenized(
+        self, encode: Callable[..., list[int]], *arguments: Any, **options: Any
+    ) -> list[int]:
         """Returns the tokens of a prompt; other requests go on meanwhile."""
         async with self._tokenizing:
-            return await asyncio.to_thread(encode, *given, **options)
+            return await asyncio.to_thread(encode, *arguments, **options)
 
     def _check_choices(self, choices: int) -> None:
         """Raises UsageError for a request of more choices than an idle server takes."""
-        if choices > (most := self._worker.most_jobs):
-            raise UsageError(f"{choices} choices are more than the {most} that fit: ask for fewer at a time")
+        if choices > (limit := self._worker.most_jobs):
+            raise UsageError(f"{choices} choices are more than the {limit} that fit: ask for fewer at a time")
 
-    def _limit(self, asked: GenerationRequest, tokens: Sequence[int]) -> int:
+    def _limit(self, body: GenerationRequest, tokens: Sequence[int]) -> int:
         """Returns the most new tokens behind a prompt. Raises UsageError where they do not fit."""
         target = self._llm.engine.target
-        left = target.max_positions - len(tokens)
-        limit = asked.limit or max(1, min(self._max_tokens, left))
+        room = target.max_positions - len(tokens)
+        limit = body.limit or max(1, min(self._max_tokens, room))
         check_positions(target, len(tokens), limit)
         return limit
 
     async def _generate(
         self,
         request: Request,
-        asked: GenerationRequest,
+        body: GenerationRequest,
         prompts: Sequence[list[int]],
         request_id: str,
         kind: Callable[..., Reply],
     ) -> Response:
         """Answers a request for completions of prompts, as one object or as a stream of them."""
-        if asked.model not in (None, self._name):
+        if body.model not in (None, self._name):
             raise ApiError(
                 404,
-                f"model {asked.model!r} is not served here: use {self._name!r}",
+                f"model {body.model!r} is not served here: use {self._name!r}",
                 "model_not_found",
                 "model",
             )
@@ -170,16 +172,16 @@ class Service:
 
         jobs = list[Job]()
         for tokens in prompts:
-            for params in asked.params(suggested, self._limit(asked, tokens)):
+            for params in body.params(suggested, self._limit(body, tokens)):
                 params = self._llm.checked_params(params)
                 jobs.append(Job(tokens, params, partial(send, len(jobs))))
-        logprobs = asked.alternatives is not None
+        logprobs = body.alternatives is not None
         replies = [
             kind(request_id, self._name, index, self._llm.tokenizer, logprobs) for index in range(len(jobs))
         ]
         self._worker.submit(jobs)
-        answering = Answering(asked, jobs, replies, events, len(prompts))
-        if asked.stream:
+        answering = Answering(body, jobs, replies, events, len(prompts))
+        if body.stream:
             return await answering.stream(request)
         return await answering.whole(request)
 
@@ -187,15 +189,15 @@ class Service:
 async def _body(request: Request, kind: type[Body]) -> Body:
     """Returns the body of a request, checked. Raises ApiError, which names the field."""
     try:
-        given = json.loads(await request.body())
+        values = json.loads(await request.body())
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {first_line(error)}", "invalid_json") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", "invalid_json") from None
-    if not isinstance(given, dict):
+    if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", "invalid_json")
     try:
-        return kind.model_validate(supported(given))
+        return kind.model_validate(supported(values))
     except ValidationError as error:
         # Of alternatives, such as the kinds of a prompt, the first one that was tried is named.
         first = error.errors(include_url=False, include_input=False)[0]

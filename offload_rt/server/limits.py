@@ -73,13 +73,13 @@ class Limits:
                 return
             if not message.get("more_body"):
                 break
-        read = False
+        ended = False
 
         async def replay() -> MutableMapping[str, Any]:
-            nonlocal read
-            if read:
+            nonlocal ended
+            if ended:
                 return await receive()
-            read = True
+            ended = True
             return {"type": "http.request", "body": bytes(body), "more_body": False}
 
         await self._app(scope, replay, counted)
@@ -93,9 +93,9 @@ class Limits:
                 f"host {host!r} is not this server: use http://127.0.0.1, or serve with --host",
                 "host",
             )
-        given = re.sub("^Bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE)
+        key = re.sub("^Bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE)
         open_to_all = scope["path"] in PUBLIC or scope["method"] == "OPTIONS"
-        if self._api_key and not open_to_all and not _equal(given, self._api_key):
+        if self._api_key and not open_to_all and not _equal(key, self._api_key):
             return 401, "the API key is missing or wrong: send it as a bearer token", "invalid_api_key"
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         # Browsers let any page send forms and plain text to this server, but ask before they send JSON.
@@ -107,10 +107,10 @@ class Limits:
         return None
 
     def _too_large(self) -> tuple[int, str, str]:
-        most = f"{self._body_bytes / 2**20:g} MiB"
-        return 413, f"the body is larger than {most}: shorten it, or serve with --max-body", "body_too_large"
+        limit = f"{self._body_bytes / 2**20:g} MiB"
+        return 413, f"the body is larger than {limit}: shorten it, or serve with --max-body", "body_too_large"
 
 
-def _equal(given: str, key: str) -> bool:
+def _equal(key_of_client: str, key: str) -> bool:
     """Returns whether a header has the key, in UTF-8."""
-    return hmac.compare_digest(given.encode("latin-1"), os.fsencode(key))
+    return hmac.compare_digest(key_of_client.encode("latin-1"), os.fsencode(key))

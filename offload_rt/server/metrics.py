@@ -32,7 +32,7 @@ class Metrics:
         self.requests[status] += 1
 
     def prompt(self, tokens: int, cached: int) -> None:
-        """Counts a prompt that was read, `cached` tokens of which were there."""
+        """Counts a prefilled prompt, of which `cached` tokens had their KV already."""
         self.prompt_tokens += tokens
         self.cached_tokens += cached
 

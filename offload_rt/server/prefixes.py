@@ -11,7 +11,7 @@ from offload_rt.errors import UsageError, first_line
 
 
 class PrefixPool:
-    """Tokens that were read, with their KV, the least recently used first; only the worker's thread uses it.
+    """Prefilled tokens, with their KV, the least recently used first; only the worker's thread uses it.
 
     Prefixes that begin alike share the pages of their common beginning, so that each costs the memory of its
     own end alone.
@@ -33,10 +33,10 @@ class PrefixPool:
         self._limit = limit_bytes
         self._disk = disk
         self._on_notice = on_notice
-        self._kept: list[KVPrefix] = []
+        self._prefixes: list[KVPrefix] = []
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._prefixes)
 
     def prepare(self, tokens: Sequence[int], new_tokens: int) -> tuple[KVPrefix | None, int]:
         """Returns the prefix with the longest common beginning, and the length of that, once there is room.
@@ -50,51 +50,51 @@ class PrefixPool:
             UsageError: there is no room, even without all other prefixes.
         """
         target = self._llm.engine.target.for_length(len(tokens), new_tokens)
-        best, kept = None, 0
-        for prefix in self._kept:
+        best, length = None, 0
+        for prefix in self._prefixes:
             common = prefix.begins(tokens, target)
-            if common > kept:
-                best, kept = prefix, common
+            if common > length:
+                best, length = prefix, common
         if self._disk is not None:
-            found = self._disk.longest(self._llm, tokens)
-            if found is not None and found[1] >= kept + LEAST_TOKENS:
+            file = self._disk.longest(self._llm, tokens)
+            if file is not None and file[1] >= length + LEAST_TOKENS:
                 self._make_room(len(tokens), new_tokens, None, 0)
-                loaded = self._disk.read(self._llm, found[0], target, found[1])
+                loaded = self._disk.read(self._llm, file[0], target, file[1])
                 if loaded is not None:
-                    best, kept = loaded, loaded.begins(tokens, target)
-                    self._kept.append(loaded)
+                    best, length = loaded, loaded.begins(tokens, target)
+                    self._prefixes.append(loaded)
         if best is not None:
-            self._kept.remove(best)
-            self._kept.append(best)  # the one that was used last
-        self._make_room(len(tokens), new_tokens, best, kept)
-        return best, kept
+            self._prefixes.remove(best)
+            self._prefixes.append(best)  # the one that was used last
+        self._make_room(len(tokens), new_tokens, best, length)
+        return best, length
 
     def add(self, prefix: KVPrefix) -> None:
         """Keeps a prefix; one that it begins with is not needed any more."""
-        for other in list(self._kept):
+        for other in list(self._prefixes):
             if prefix.begins(other.tokens, other.target) == len(other.tokens):
-                self._kept.remove(other)
+                self._prefixes.remove(other)
                 other.close()
-        self._kept.append(prefix)
+        self._prefixes.append(prefix)
         while self._llm.engine.store.used_bytes > self._limit and self._evict(keep=prefix):
             pass
 
-    def _make_room(self, tokens: int, new_tokens: int, prefix: KVPrefix | None, kept: int) -> None:
-        """Gives other prefixes up until memory has room for a sequence that begins with `kept` of one."""
-        shared = 0 if prefix is None else prefix.shared_tokens(kept)
+    def _make_room(self, tokens: int, new_tokens: int, prefix: KVPrefix | None, length: int) -> None:
+        """Gives other prefixes up until memory has room for a sequence that begins with `length` of one."""
+        shared_tokens = 0 if prefix is None else prefix.shared_tokens(length)
         while True:
             try:
-                return self._llm.engine.check_room([(tokens, new_tokens)], shared)
+                return self._llm.engine.check_room([(tokens, new_tokens)], shared_tokens)
             except UsageError:
                 if not self._evict(prefix):
                     raise
 
     def _evict(self, keep: KVPrefix | None = None) -> bool:
         """Gives up the prefix that was not used for longest; returns whether there was one."""
-        victim = next((prefix for prefix in self._kept if prefix is not keep), None)
+        victim = next((prefix for prefix in self._prefixes if prefix is not keep), None)
         if victim is None:
             return False
-        self._kept.remove(victim)
+        self._prefixes.remove(victim)
         self._give_up(victim)
         return True
 
@@ -109,5 +109,5 @@ class PrefixPool:
 
     def close(self) -> None:
         """Gives all prefixes up, the newest first, which the others may be beginnings of. Idempotent."""
-        while self._kept:
-            self._give_up(self._kept.pop())
+        while self._prefixes:
+            self._give_up(self._prefixes.pop())

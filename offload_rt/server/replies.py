@@ -62,13 +62,13 @@ class Reply(ABC):
     def choice(self) -> Json:
         """Returns the whole choice, of an answer that is not streamed."""
 
-    def chunk(self, choices: Sequence[Json], **others: object) -> Json:
+    def chunk(self, choices: Sequence[Json], **fields: object) -> Json:
         """Returns a chunk of the stream."""
-        return self._base | {"object": self.chunk_object, "choices": list(choices)} | others
+        return self._base | {"object": self.chunk_object, "choices": list(choices)} | fields
 
-    def whole(self, choices: Sequence[Json], **others: object) -> Json:
+    def whole(self, choices: Sequence[Json], **fields: object) -> Json:
         """Returns a whole answer."""
-        return self._base | {"object": self.whole_object, "choices": list(choices)} | others
+        return self._base | {"object": self.whole_object, "choices": list(choices)} | fields
 
     def progress(self, event: PromptProgress) -> Json:
         """Returns a chunk with llama.cpp's `prompt_progress`."""
@@ -91,8 +91,8 @@ class ChatReply(Reply):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, *given: Any, thoughts: ThoughtSplitter) -> None:
-        super().__init__(*given)
+    def __init__(self, *base: Any, thoughts: ThoughtSplitter) -> None:
+        super().__init__(*base)
         self._split = thoughts
         self._parts = {"reasoning_content": "", "content": ""}
         self._begun = False
@@ -143,8 +143,8 @@ class ChatReply(Reply):
 
     def _entry(self, token: int, logprob: float | None) -> Json:
         text = self._text_of(token)
-        known = None if REPLACEMENT in text else list(text.encode())  # else a part of a character
-        return {"token": text, "logprob": logprob, "bytes": known}
+        utf8 = None if REPLACEMENT in text else list(text.encode())  # else a part of a character
+        return {"token": text, "logprob": logprob, "bytes": utf8}
 
 
 class CompletionReply(Reply):
@@ -152,8 +152,8 @@ class CompletionReply(Reply):
 
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *base: Any) -> None:
+        super().__init__(*base)
         self._offset = 0  # characters of the tokens whose log probabilities were given
 
     def token(self, event: TokenEvent) -> Json | None:
@@ -176,7 +176,7 @@ class CompletionReply(Reply):
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, events: Sequence[TokenEvent]) -> Json:
-        found: dict[str, list[Any]] = {
+        logprobs: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
@@ -185,12 +185,12 @@ class CompletionReply(Reply):
         for event in events:
             text = self._text_of(event.token)
             best = {self._text_of(token): logprob for token, logprob in event.alternatives}
-            found["tokens"].append(text)
-            found["token_logprobs"].append(event.logprob)
-            found["top_logprobs"].append(best)
-            found["text_offset"].append(self._offset)
+            logprobs["tokens"].append(text)
+            logprobs["token_logprobs"].append(event.logprob)
+            logprobs["top_logprobs"].append(best)
+            logprobs["text_offset"].append(self._offset)
             self._offset += len(text)
-        return found
+        return logprobs
 
 
 def new_id(kind: str) -> str:
@@ -205,13 +205,13 @@ def usage(finished: Sequence[Finished], prompts: int = 1) -> Json:
         prompts: number of prompts; the choices of a prompt count it once.
     """
     firsts = finished[:: max(1, len(finished) // prompts)]
-    prompt_tokens = sum(one.result.prompt_tokens for one in firsts)
-    completion_tokens = sum(len(one.result.tokens) for one in finished)
+    prompt_tokens = sum(choice.result.prompt_tokens for choice in firsts)
+    completion_tokens = sum(len(choice.result.tokens) for choice in finished)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(one.cached for one in firsts)},
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached for choice in firsts)},
     }
 
 

@@ -112,14 +112,14 @@ class GenerationRequest(BaseModel):
         Raises:
             UsageError: one is announced and not given.
         """
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
+        form = self.response_format
+        if form is None or form.type == "text":
             return None
-        if wanted.type == "json_object":
+        if form.type == "json_object":
             return {"type": "object"}
-        if wanted.json_schema is None:
+        if form.json_schema is None:
             raise UsageError("response_format of type json_schema has no json_schema: give one")
-        return wanted.json_schema.content
+        return form.json_schema.content
 
     def params(self, suggested: SamplingParams, max_tokens: int) -> list[SamplingParams]:
         """Returns the parameters of each choice: the request's, and `suggested` ones for all else.
@@ -129,8 +129,8 @@ class GenerationRequest(BaseModel):
         Raises:
             UsageError: a value is out of range.
         """
-        given = {name: value for name in GIVEN if (value := getattr(self, name)) is not None}
-        params = with_changes(suggested, given | {"max_tokens": max_tokens, "logprobs": self.alternatives})
+        settings = {name: value for name in GIVEN if (value := getattr(self, name)) is not None}
+        params = with_changes(suggested, settings | {"max_tokens": max_tokens, "logprobs": self.alternatives})
         params = params.seeded()
         assert params.seed is not None
         return [replace(params, seed=(params.seed + choice) % 2**63) for choice in range(self.n)]
@@ -162,12 +162,12 @@ class ChatRequest(GenerationRequest):
         Raises:
             UsageError: `chat_template_kwargs` has another key, or another value than true or false.
         """
-        given = self.chat_template_kwargs or {}
-        for key, value in given.items():
+        options = self.chat_template_kwargs or {}
+        for key, value in options.items():
             if key != "enable_thinking" or not isinstance(value, bool):
                 remedy = "enable_thinking may be true or false"
                 raise UsageError(f"chat_template_kwargs {key}={value!r} is not supported: {remedy}")
-        return given.get("enable_thinking")
+        return options.get("enable_thinking")
 
 
 class CompletionRequest(GenerationRequest):
@@ -183,9 +183,9 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[Any]:
         """The prompts, of which there may be several."""
-        given = self.prompt
-        several = isinstance(given, list) and given and isinstance(given[0], str | list)
-        return list(given) if several else [given]
+        prompt = self.prompt
+        several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+        return list(prompt) if several else [prompt]
 
 
 class TokenizeRequest(BaseModel):
@@ -212,11 +212,11 @@ def supported(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: it asks for something that is not supported; names the field.
     """
-    kept = {}
+    values = {}
     for name, value in body.items():
         if name in UNSUPPORTED:
             if value and value not in NEUTRAL.get(name, ()):
                 raise UsageError(f"{name} is not supported by this server: leave it out")
         elif name not in IGNORED and value is not None:
-            kept[name] = value
-    return kept
+            values[name] = value
+    return values

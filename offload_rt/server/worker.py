@@ -82,7 +82,7 @@ class Job:
 class Worker:
     """The only thread that uses an LLM: admits jobs from a queue, and steps all running ones as a batch.
 
-    A job whose prompt begins like one that was read before continues from the KV of their common beginning,
+    A job whose prompt begins like an earlier one continues from the KV of their common beginning,
     which exists once however many sequences share it (`PrefixPool`). A prefill holds up the running
     sequences; each step of the loop admits one job at most, so that they go on between two prefills.
 
@@ -111,7 +111,7 @@ class Worker:
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._running: dict[Job, OutputProcessor] = {}
-        self._reading: tuple[Job, float] | None = None  # in a prefill since then
+        self._prefilling: tuple[Job, float] | None = None  # the job, and when its prefill began
         self._full = False  # the memory has no room for the next job beside those that run
         self._closing = False
         llm.engine.on_progress = self._progress
@@ -147,8 +147,8 @@ class Worker:
 
     @property
     def running(self) -> int:
-        """Number of jobs that are read or continued."""
-        return len(self._running) + (self._reading is not None)
+        """Number of jobs that are prefilled or continued."""
+        return len(self._running) + (self._prefilling is not None)
 
     @property
     def closing(self) -> bool:
@@ -156,7 +156,7 @@ class Worker:
         return self._closing
 
     @property
-    def kept(self) -> int:
+    def kept_prefixes(self) -> int:
         """Number of prefixes whose KV is kept in memory."""
         return len(self._prefixes)
 
@@ -164,7 +164,7 @@ class Worker:
         """Ends the jobs that wait or run, and the thread. Idempotent."""
         with self._changed:
             self._closing = True
-            for job in (*self._running, *([self._reading[0]] if self._reading else [])):
+            for job in (*self._running, *([self._prefilling[0]] if self._prefilling else [])):
                 job.cancelled = True
             self._changed.notify()
         self._thread.join()
@@ -182,8 +182,8 @@ class Worker:
         finally:  # also after a defect: no client waits for a thread that has ended
             with self._changed:
                 self._closing = True
-                left = (*self._running, *self._waiting)
-            for job in left:
+                unfinished = (*self._running, *self._waiting)
+            for job in unfinished:
                 job.send(Closing())
 
     def _next(self) -> Job | None:
@@ -194,7 +194,7 @@ class Worker:
                     self._waiting.popleft()
                 if self._waiting and len(self._running) < self._parallel and not self._full:
                     job = self._waiting.popleft()
-                    self._reading = job, clock.now()
+                    self._prefilling = job, clock.now()
                     return job
                 if self._running:
                     return None
@@ -202,7 +202,7 @@ class Worker:
             return None
 
     def _admit(self, job: Job) -> None:
-        """Reads a job's prompt, from the longest prefix that is kept, and begins its continuation."""
+        """Prefills a job's prompt behind the longest cached prefix, and begins its continuation."""
         try:
             output = self._open(job)
         except _Cancelled:
@@ -217,7 +217,7 @@ class Worker:
         else:
             self._running[job] = output
         finally:
-            self._reading = None
+            self._prefilling = None
 
     def _open(self, job: Job) -> OutputProcessor:
         llm, engine, params = self._llm, self._llm.engine, job.params
@@ -240,10 +240,10 @@ class Worker:
         return output
 
     def _progress(self, phase: str, done: int, total: int) -> None:
-        """Sends the progress of a prefill to the job that is read."""
-        if self._reading is None or phase != "prefill":
+        """Sends the progress of a prefill to the job that is prefilled."""
+        if self._prefilling is None or phase != "prefill":
             return
-        job, started = self._reading
+        job, started = self._prefilling
         if job.cancelled:
             raise _Cancelled
         count = len(job.tokens)

@@ -77,9 +77,9 @@ class CheckedHeader:
         self._tensors: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         self._first: dict[str, int] = {}  # number of the first checksum of a tensor
         end, pieces = 0, 1
-        for name, one in described.items():
-            kind, shape, before = one["dtype"], tuple(map(int, one["shape"])), end
-            start, end = map(int, one["data_offsets"])
+        for name, description in described.items():
+            kind, shape, before = description["dtype"], tuple(map(int, description["shape"])), end
+            start, end = map(int, description["data_offsets"])
             byte_count = prod(shape) * DTYPES[kind][1]
             if (start, end) != (before, before + byte_count) or min(shape, default=0) < 0:
                 raise CorruptFile(f"the size of {name} is wrong")
@@ -111,7 +111,7 @@ class CheckedHeader:
             if count:
                 views[0] = views[0][count:]
 
-    def stored(self, name: str) -> tuple[str, tuple[int, ...]]:
+    def form(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Returns the type of a tensor, as safetensors calls it, and its shape.
 
         Raises CorruptFile where it is missing.
@@ -128,8 +128,8 @@ class CheckedHeader:
             self._check_piece(number, checksum(data[start:stop]), begin + start)
         return memoryview(data).cast("i").tolist()
 
-    def _check_piece(self, number: int, found: int, offset: int) -> None:
-        if found != self._checksums[number]:
+    def _check_piece(self, number: int, checksum_found: int, offset: int) -> None:
+        if checksum_found != self._checksums[number]:
             raise CorruptFile(f"a checksum is wrong, at byte {offset}")
 
     def _described(self, name: str) -> tuple[str, tuple[int, ...], int, int]:

@@ -87,7 +87,7 @@ def write_checked(
         OSError: it cannot be written.
     """
     header = _header(parts, about, piece_bytes)
-    done, total = 0, sum(part.nbytes for part in parts)
+    written, total = 0, sum(part.nbytes for part in parts)
     checksums, pending = [checksum(header)], deque[Future[int]]()
     file.write(header)
     with ThreadPoolExecutor(WORKERS) as pool:
@@ -97,11 +97,11 @@ def write_checked(
                 pending.append(pool.submit(checksum, *views))
                 for view in views:
                     file.write(view)
-                done += end - start
-                report(done, total)
+                written += end - start
+                report(written, total)
                 if len(pending) > _PENDING:
                     checksums.append(pending.popleft().result())
-        checksums += [one.result() for one in pending]
+        checksums += [future.result() for future in pending]
     file.write(as_bytes(torch.tensor(checksums, dtype=torch.int64)).numpy().data)
 
 
@@ -130,17 +130,17 @@ class CheckedFile(CheckedHeader):
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Returns dtype and shape of a tensor. Raises CorruptFile where it is missing."""
-        kind, shape = self.stored(name)
+        kind, shape = self.form(name)
         return _DTYPES[kind], shape
 
     def tensor(self, name: str) -> Tensor:
         """Returns a tensor."""
         kind, shape, start, end = self._described(name)
-        read = torch.empty(shape, dtype=_DTYPES[kind])
-        memory = as_bytes(read)
+        tensor = torch.empty(shape, dtype=_DTYPES[kind])
+        memory = as_bytes(tensor)
         for _ in self.fill(name, end - start, lambda first, last: [memory[first:last]]):
             pass
-        return read
+        return tensor
 
     def fill(self, name: str, size: int, places: Places) -> Iterator[tuple[int, list[Tensor]]]:
         """Reads the first `size` bytes of a tensor to where they belong, several pieces at a time.
@@ -153,18 +153,18 @@ class CheckedFile(CheckedHeader):
             for number, (start, end) in enumerate(cut(stop - begin, self.piece_bytes), self._first[name]):
                 if start >= size:
                     break
-                wanted = places(start, min(end, size))
+                destinations = places(start, min(end, size))
                 beyond = torch.empty(max(0, end - size), dtype=torch.uint8)  # belongs to the checksum
-                read = pool.submit(self._read_piece, number, [*wanted, beyond], begin + start)
-                pending.append((min(end, size), wanted, read))
+                future = pool.submit(self._read_piece, number, [*destinations, beyond], begin + start)
+                pending.append((min(end, size), destinations, future))
                 if len(pending) > _PENDING:
                     yield self._arrived(*pending.popleft())
             while pending:
                 yield self._arrived(*pending.popleft())
 
     @staticmethod
-    def _arrived(end: int, places: list[Tensor], read: Future[None]) -> tuple[int, list[Tensor]]:
-        read.result()
+    def _arrived(end: int, places: list[Tensor], future: Future[None]) -> tuple[int, list[Tensor]]:
+        future.result()
         return end, places
 
     def _read_piece(self, number: int, places: Sequence[Tensor], offset: int) -> None:

@@ -38,11 +38,11 @@ class PendingRead:
     """An asynchronous copy of a tensor to host memory. Any thread may wait for it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._there = tensor
+        self._copy = tensor
         self._event: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._there = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._there.copy_(tensor, non_blocking=True)
+            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event(blocking=True)  # a spinning thread would occupy a core
             self._event.record(torch.cuda.current_stream(tensor.device))
 
@@ -50,4 +50,4 @@ class PendingRead:
         """Waits for the copy; returns the tensor in host memory."""
         if self._event is not None:
             self._event.synchronize()
-        return self._there
+        return self._copy

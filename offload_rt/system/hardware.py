@@ -181,8 +181,8 @@ class Hardware:
         """Restores what `dataclasses.asdict` gave."""
         attention = tuple(AttentionRate(**rate) for rate in values["host"]["attention"])
 
-        def products(one: dict[str, Any]) -> dict[str, Any]:
-            return one | {"products": tuple(ProductRate(**rate) for rate in one["products"])}
+        def products(described: dict[str, Any]) -> dict[str, Any]:
+            return described | {"products": tuple(ProductRate(**rate) for rate in described["products"])}
 
         gpus = tuple(Gpu(**products(gpu)) for gpu in values["gpus"])
         host = Host(**products(values["host"]) | {"attention": attention})
@@ -248,9 +248,11 @@ def _named_gpu(gpu: str, link: float | None, vram: float | None) -> Gpu:
     """Returns a known GPU by its name; see `named_hardware`."""
     written = _ADDED.sub("", gpu.lower())
     spellings = {name.replace("-", ""): name for name in KNOWN_GPUS}
-    spellings |= {f"{one}{round(KNOWN_GPUS[name].mib / 1024)}": name for one, name in spellings.items()}
+    spellings |= {
+        f"{spelling}{round(KNOWN_GPUS[name].mib / 1024)}": name for spelling, name in spellings.items()
+    }
     name = spellings.get(written) or spellings.get(f"rtx{written}")
-    sizes = [one for one in KNOWN_GPUS if one.startswith((f"rtx{written}-", f"{written}-"))]
+    sizes = [spelling for spelling in KNOWN_GPUS if spelling.startswith((f"rtx{written}-", f"{written}-"))]
     if name is None and sizes:
         raise UsageError(f"--gpu {gpu}: there are cards of several sizes; use {' or '.join(sizes)}")
     if name is None:
@@ -269,12 +271,12 @@ def _named_gpu(gpu: str, link: float | None, vram: float | None) -> Gpu:
 
 
 @lru_cache
-def behind_a_link(rate: float | None, others: int = 0) -> Hardware:
+def behind_a_link(rate: float | None, other_processors: int = 0) -> Hardware:
     """Returns the hardware that an emulated link stands for: the host's processor at its end, as a GPU.
 
     Args:
         rate: GB/s of the link; None: not known.
-        others: number of further such processors, each with its link.
+        other_processors: number of further such processors, each with its link.
     """
     host = named_hardware(NO_GPU).host
     link = rate or SLOT_RATE
@@ -288,4 +290,4 @@ def behind_a_link(rate: float | None, others: int = 0) -> Hardware:
         launch_ms=host.launch_ms,
         verdict_ms=0.0,
     )
-    return Hardware(host, (processor,) * (1 + others), measured=False)
+    return Hardware(host, (processor,) * (1 + other_processors), measured=False)

@@ -44,7 +44,7 @@ def cache_folder() -> Path:
     It is `$OFFLOAD_RT_CACHE`, by default `offload_rt` in the user's cache folder. Raises OSError where it
     cannot be created.
     """
-    given = os.environ.get(CACHE_FOLDER)
-    folder = Path(given) if given else platformdirs.user_cache_path("offload_rt", appauthor=False)
+    value = os.environ.get(CACHE_FOLDER)
+    folder = Path(value) if value else platformdirs.user_cache_path("offload_rt", appauthor=False)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

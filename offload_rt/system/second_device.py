@@ -60,9 +60,11 @@ class SecondDevice:
         if self.device.type != "cuda":
             return tensors
         data = joined_bytes(tensors) if len(tensors) > 1 else tensors[0]
-        there = self._copies[0].copy(data, torch.cuda.current_stream(self.home), self._stream)
+        copied = self._copies[0].copy(data, torch.cuda.current_stream(self.home), self._stream)
         return (
-            split_bytes(there, [(one.shape, one.dtype) for one in tensors]) if len(tensors) > 1 else [there]
+            split_bytes(copied, [(tensor.shape, tensor.dtype) for tensor in tensors])
+            if len(tensors) > 1
+            else [copied]
         )
 
     def start(self, work: Callable[[], Tensor]) -> Future[Tensor]:
@@ -76,9 +78,9 @@ class SecondDevice:
         self.exchanges += 1
         return self._thread.submit(on_stream)
 
-    def finish(self, started: Future[Tensor]) -> Tensor:
+    def finish(self, future: Future[Tensor]) -> Tensor:
         """Waits until what `start` returned is enqueued; returns its result on the home device."""
-        result = started.result()
+        result = future.result()
         if self.device.type != "cuda":
             return result
         return self._copies[1].copy(result, self._stream, torch.cuda.current_stream(self.home))

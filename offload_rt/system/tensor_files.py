@@ -13,11 +13,11 @@ from offload_rt.errors import UsageError
 from offload_rt.system.files import replacing
 
 
-def read_tensors(path: Path, what: str, kind: str, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(path: Path, noun: str, kind: str, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Opens a file; returns its tensors by name, mapped into memory and not read yet, and its metadata.
 
     Args:
-        what: what messages call the file.
+        noun: what messages call the file.
         kind: the kind that its metadata must state.
         remedy: how to make such a file.
 
@@ -26,18 +26,18 @@ def read_tensors(path: Path, what: str, kind: str, remedy: str) -> tuple[dict[st
     """
     if path.exists() and not path.is_file():
         # Opening a pipe would wait for a writer, in native code that no signal ends.
-        raise UsageError(f"{what} {path}: is no file but a folder, a pipe or a device; {remedy}")
+        raise UsageError(f"{noun} {path}: is no file but a folder, a pipe or a device; {remedy}")
     try:
-        with safe_open(path, framework="pt") as stored:
-            about = stored.metadata() or {}
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
             if about.get("kind") != kind:
-                raise UsageError(f"{what} {path}: is no {what} of this version; {remedy}")
-            return {name: stored.get_tensor(name) for name in stored.keys()}, about  # noqa: SIM118
+                raise UsageError(f"{noun} {path}: is no {noun} of this version; {remedy}")
+            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
     except OSError as error:
-        said = error.strerror or "no such file"
-        raise UsageError(f"{what} {path}: cannot be read ({said}); {remedy}") from None
+        reason = error.strerror or "no such file"
+        raise UsageError(f"{noun} {path}: cannot be read ({reason}); {remedy}") from None
     except SafetensorError as error:
-        raise UsageError(f"{what} {path}: is corrupt or not a safetensors file ({error}); {remedy}") from None
+        raise UsageError(f"{noun} {path}: is corrupt or not a safetensors file ({error}); {remedy}") from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:

@@ -47,28 +47,28 @@ def checked_messages(messages: object) -> list[Message]:
     return [_checked(f"message {number}", message) for number, message in enumerate(messages, 1)]
 
 
-def _checked(where: str, message: object) -> Message:
+def _checked(place: str, message: object) -> Message:
     if not isinstance(message, Mapping):
-        raise UsageError(f"{where} is {briefly(message)}: give a dict of role and content")
-    others = [key for key, value in message.items() if value and key not in TAKEN]
-    if others:
-        raise UsageError(f"{where} has {briefly(others[0])}, which is not supported: leave it out")
+        raise UsageError(f"{place} is {briefly(message)}: give a dict of role and content")
+    unsupported = [key for key, value in message.items() if value and key not in TAKEN]
+    if unsupported:
+        raise UsageError(f"{place} has {briefly(unsupported[0])}, which is not supported: leave it out")
     if (role := message.get("role")) not in ROLES:
-        raise UsageError(f"{where} has the role {briefly(role)}: use {', '.join(ROLES)}")
+        raise UsageError(f"{place} has the role {briefly(role)}: use {', '.join(ROLES)}")
     content = message.get("content")
     if isinstance(content, list | tuple):
-        content = "\n".join(_part(f"{where}, part {number}", part) for number, part in enumerate(content, 1))
+        content = "\n".join(_part(f"{place}, part {number}", part) for number, part in enumerate(content, 1))
     if not isinstance(content, str):
-        raise UsageError(f"{where} has the content {briefly(content)}: give a text (str)")
+        raise UsageError(f"{place} has the content {briefly(content)}: give a text (str)")
     return {"role": str(role), "content": content}
 
 
-def _part(where: str, part: object) -> str:
+def _part(place: str, part: object) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else part
     if not isinstance(part, Mapping) or kind != "text":
-        raise UsageError(f"{where} is {briefly(kind)}: only parts of type 'text' are supported")
+        raise UsageError(f"{place} is {briefly(kind)}: only parts of type 'text' are supported")
     if not isinstance(text := part.get("text"), str):
-        raise UsageError(f"{where} has the text {briefly(text)}: give a str")
+        raise UsageError(f"{place} has the text {briefly(text)}: give a str")
     return text
 
 
@@ -127,17 +127,17 @@ class ChatTemplate:
         self._on_notice = on_notice
         self._noticed: set[str] = set()
         self._marks = ThoughtMarks(tokenizer)
-        self._source = self._chosen(tokenizer.chat_template)
+        self._source = self._default_source(tokenizer.chat_template)
         form = self._marks.format
-        self._control = ControlTokens(tokenizer, self._source, (form.opened, form.closed))
+        self._control = ControlTokens(tokenizer, self._source, (form.opening_mark, form.closing_mark))
 
-    def _chosen(self, templates: str | dict[str, str]) -> str:
+    def _default_source(self, templates: str | dict[str, str]) -> str:
         """Returns the source of the default template, or of the first one for chats without tools."""
         if isinstance(templates, str):
             return templates
         if "default" in templates:
             return templates["default"]
-        name = next((one for one in templates if one not in SPECIAL_TEMPLATES), next(iter(templates)))
+        name = next((name for name in templates if name not in SPECIAL_TEMPLATES), next(iter(templates)))
         self._notice(f"is one of {', '.join(templates)}, none of them the default: {name} is used")
         return templates[name]
 
@@ -173,8 +173,11 @@ class ChatTemplate:
             self._notice("has no switch for thoughts: the model thinks as it is used to")
         failures, best = list[str](), None
         guarded = [
-            {**one, "content": self._control.guard(one["content"], answer=one["role"] == "assistant")}
-            for one in checked
+            {
+                **message,
+                "content": self._control.guard(message["content"], answer=message["role"] == "assistant"),
+            }
+            for message in checked
         ]
         for form, notice in forms(guarded):
             try:
@@ -199,14 +202,14 @@ class ChatTemplate:
 
     def _check_left_out(self, rendering: Rendering) -> None:
         """Reports earlier messages that are left out. Raises UsageError where the last turn is."""
-        roles = [one["role"] for one in rendering.messages]
-        asked = [number for number, role in enumerate(roles) if role == "user"]
+        roles = [message["role"] for message in rendering.messages]
+        questions = [number for number, role in enumerate(roles) if role == "user"]
         system = all(roles[number] == "system" for number in rendering.missing)
-        if system or not asked or rendering.missing[-1] >= asked[-1]:
+        if system or not questions or rendering.missing[-1] >= questions[-1]:
             number = rendering.missing[-1]
-            what = "the system message" if roles[number] == "system" else f"message {number + 1}"
+            noun = "the system message" if roles[number] == "system" else f"message {number + 1}"
             raise UsageError(
-                f"the chat template of {self._name} fails: it leaves {what} out; use another model, or"
+                f"the chat template of {self._name} fails: it leaves {noun} out; use another model, or"
                 " generate (llm.generate) with a prompt that you have formatted"
             )
         self._notice("leaves out earlier messages: the model sees only the last turn")
@@ -217,7 +220,7 @@ class ChatTemplate:
         )
         source = self._source if self.date is None else with_date(self._source, self.date)
         rendered = self._tokenizer.apply_chat_template(
-            [dict(one) for one in messages],
+            [dict(message) for message in messages],
             chat_template=source,
             tokenize=False,
             add_generation_prompt=answer,
@@ -233,15 +236,15 @@ class ChatTemplate:
         message, the document: then each question reads it again.
         """
         checked = checked_messages(messages)
-        asked = [with_question(checked, question) for question in ("Who?", "1 or 2?")]
-        asked.append(with_question([*asked[0], {"role": "assistant", "content": "Ahab."}], "What?"))
-        guarded = [self._guarded(one, True, thinking) for one in asked]
-        rendered = [one.replace(GUARD, "") for one in guarded]
-        shared = _shared(rendered)
-        document = max((one["content"].strip() for one in checked), key=len)
-        if shared < max(rendered[0].find(document), 0) + len(document):
+        chats = [with_question(checked, question) for question in ("Who?", "1 or 2?")]
+        chats.append(with_question([*chats[0], {"role": "assistant", "content": "Ahab."}], "What?"))
+        guarded = [self._guarded(chat, True, thinking) for chat in chats]
+        rendered = [chat.replace(GUARD, "") for chat in guarded]
+        characters = _common_length(rendered)
+        document = max((chat["content"].strip() for chat in checked), key=len)
+        if characters < max(rendered[0].find(document), 0) + len(document):
             self._notice("puts what depends on the question before the document: each question reads it anew")
-        return _shared([self._control.encode(one) for one in guarded])
+        return _common_length([self._control.encode(chat) for chat in guarded])
 
     def thoughts(self, thinking: bool | None, json_schema: object) -> bool | None:
         """Returns whether the model shall think, as `encode` takes it.
@@ -254,8 +257,8 @@ class ChatTemplate:
         if json_schema is None:
             return thinking
         if thinking:
-            asked = thinking if self._has_switch else None
-            prompt = self.encode([{"role": "user", "content": "Who?"}], thinking=asked)
+            switch = thinking if self._has_switch else None
+            prompt = self.encode([{"role": "user", "content": "Who?"}], thinking=switch)
             if self._marks.come_first(prompt):
                 return True
             raise UsageError(
@@ -278,7 +281,7 @@ class ChatTemplate:
             self._on_notice(f"the chat template of {self._name} {text}")
 
 
-def _shared(chats: Sequence[Sequence[object]]) -> int:
+def _common_length(chats: Sequence[Sequence[object]]) -> int:
     """Returns the number of tokens or characters with which all begin."""
-    first, *others = chats
-    return min(common_beginning(first, other) for other in others)
+    first, *rest = chats
+    return min(common_beginning(first, chat) for chat in rest)

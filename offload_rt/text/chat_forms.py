@@ -42,18 +42,18 @@ def forms(messages: list[Message]) -> Iterator[tuple[Sequence[Mapping[str, Any]]
 
 
 def _in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
 def _folded(messages: Sequence[Message]) -> list[Message]:
     """Returns messages with the system's text in front of the first user message; [] without either."""
-    system = [one["content"] for one in messages if one["role"] == "system"]
-    others = [one for one in messages if one["role"] != "system"]
-    first = next((at for at, one in enumerate(others) if one["role"] == "user"), None)
+    system = [message["content"] for message in messages if message["role"] == "system"]
+    rest = [message for message in messages if message["role"] != "system"]
+    first = next((at for at, message in enumerate(rest) if message["role"] == "user"), None)
     if first is None or not system:
         return []
-    content = "\n\n".join(filter(None, [*system, others[first]["content"]]))
-    return [*others[:first], {"role": "user", "content": content}, *others[first + 1 :]]
+    content = "\n\n".join(filter(None, [*system, rest[first]["content"]]))
+    return [*rest[:first], {"role": "user", "content": content}, *rest[first + 1 :]]
 
 
 @dataclass(frozen=True)
@@ -72,21 +72,21 @@ def marked_contents(
 
     Blank ends of contents, which templates trim, and thoughts, which they drop, stay outside.
     """
-    contents = [one["content"] for one in messages]
-    texts = [one if isinstance(one, str) else one[0]["text"] for one in contents]
-    used = set(re.findall("[\U000f0000-\U0010fffd]", "".join(texts)))
-    unused = (chr(code) for code in range(0xF0000, 0x10FFFE) if chr(code) not in used)
+    contents = [form["content"] for form in messages]
+    texts = [form if isinstance(form, str) else form[0]["text"] for form in contents]
+    characters = set(re.findall("[\U000f0000-\U0010fffd]", "".join(texts)))
+    unused = (chr(code) for code in range(0xF0000, 0x10FFFE) if chr(code) not in characters)
     marked, marks = list[Mapping[str, Any]](), dict[int, _Mark]()
     for number, (message, text) in enumerate(zip(messages, texts, strict=True)):
         before, closed, spoken = (
-            text.rpartition(THINK.closed) if message["role"] == "assistant" else ("", "", text)
+            text.rpartition(THINK.closing_mark) if message["role"] == "assistant" else ("", "", text)
         )
         if core := spoken.strip():
             # What a system message says may be a switch that the template takes out (/no_think).
             least = 0 if message["role"] == "system" else _visible(core)
             marks[number] = mark = _Mark(next(unused), next(unused), least)
-            left, right = spoken[: spoken.index(core)], spoken[spoken.index(core) + len(core) :]
-            text = f"{before}{closed}{left}{mark.start}{core}{mark.end}{right}"
+            before_core, right = spoken[: spoken.index(core)], spoken[spoken.index(core) + len(core) :]
+            text = f"{before}{closed}{before_core}{mark.start}{core}{mark.end}{right}"
         content = text if isinstance(message["content"], str) else [{"type": "text", "text": text}]
         marked.append({**message, "content": content})
     return marked, marks
@@ -110,6 +110,9 @@ def with_date(template: str, date: datetime) -> str:
     if "strftime_now" not in template:
         return template
     directives = [f"%{flag}{letter}" for flag in ("", "-") for letter in ascii_letters]
-    replaced = "".join(f"|replace({json.dumps(one)}, {json.dumps(date.strftime(one))})" for one in directives)
+    replaced = "".join(
+        f"|replace({json.dumps(directive)}, {json.dumps(date.strftime(directive))})"
+        for directive in directives
+    )
     macro = f"{{%- macro strftime_now(format) -%}}{{{{ format{replaced} }}}}{{%- endmacro %}}"
     return f"{macro}{{{{ '' }}}}{template}"  # a line break right behind a block would be dropped

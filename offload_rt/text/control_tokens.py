@@ -34,10 +34,10 @@ class ControlTokens:
     ) -> None:
         self._tokenizer = tokenizer
         self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-        added = [one for one in tokenizer.added_tokens_decoder.values() if one.content.strip()]
-        control = [one for one in added if one.special or one.content in template]
-        self._names = {one.content for one in control}
-        self._normalized = [one.content for one in control if one.normalized]
+        added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        control = [token for token in added if token.special or token.content in template]
+        self._names = {token.content for token in control}
+        self._normalized = [token.content for token in control if token.normalized]
         self._starts = _starts(self._names)
         self._starts_in_answers = _starts(self._names.difference(thought_marks))
 
@@ -87,12 +87,12 @@ class ControlTokens:
         from tokenizers import Tokenizer
 
         assert self._backend is not None
-        made: dict[str, Any] = json.loads(self._backend.to_str())
-        made |= {"truncation": None, "padding": None, "post_processor": None}
-        for one in made["added_tokens"]:
-            if one["content"] in self._names:
-                one |= {"content": _secret(one["content"]), "normalized": False}
-        model = made["model"]
+        description: dict[str, Any] = json.loads(self._backend.to_str())
+        description |= {"truncation": None, "padding": None, "post_processor": None}
+        for token in description["added_tokens"]:
+            if token["content"] in self._names:
+                token |= {"content": _secret(token["content"]), "normalized": False}
+        model = description["model"]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {self._renamed(name): number for name, number in model["vocab"].items()}
         else:  # Unigram: names with scores
@@ -101,7 +101,7 @@ class ControlTokens:
             model["unk_token"] = self._renamed(model["unk_token"])
         if "merges" in model:
             model["merges"] = [pair for pair in model["merges"] if _merged(pair) not in self._names]
-        return Tokenizer.from_str(json.dumps(made))
+        return Tokenizer.from_str(json.dumps(description))
 
     def _renamed(self, name: str) -> str:
         return _secret(name) if name in self._names else name

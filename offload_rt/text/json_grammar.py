@@ -41,10 +41,10 @@ def checked_schema(schema: object) -> str:
         UsageError: it is no JSON object, llguidance refuses it, or llguidance is not installed.
     """
     try:
-        given = json.loads(schema) if isinstance(schema, str) else schema
-        if not isinstance(given, dict):
+        values = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(values, dict):
             raise UsageError(f"json-schema must be a JSON object, got {briefly(schema)}")
-        text = json.dumps(given, allow_nan=False)
+        text = json.dumps(values, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"json-schema {briefly(schema)} is not JSON: {first_line(error)}") from None
     _check(text)
@@ -144,10 +144,10 @@ class JsonGrammar:
 
     def _follow(self, tokens: Sequence[int]) -> bool:
         """Brings the matcher behind `tokens`; returns False where they begin no text of the grammar."""
-        kept = common_beginning(self._tokens, tokens)
-        self._matcher.rollback(len(self._tokens) - kept)
-        taken = self._matcher.try_consume_tokens(list(tokens[kept:]))
-        self._tokens = list(tokens[: kept + taken])
+        common = common_beginning(self._tokens, tokens)
+        self._matcher.rollback(len(self._tokens) - common)
+        consumed = self._matcher.try_consume_tokens(list(tokens[common:]))
+        self._tokens = list(tokens[: common + consumed])
         self._check()
         return len(self._tokens) == len(tokens)
 

@@ -22,33 +22,33 @@ class ThoughtFormat:
     """The marks that a family of models writes around its thoughts.
 
     Attributes:
-        opened: begins thoughts, at the beginning of a text only.
-        closed: ends them.
+        opening_mark: begins thoughts, at the beginning of a text only.
+        closing_mark: ends them.
         answer: marks that begin and end the answer; empty where it has none.
         channels: thoughts and answers are messages of channels, each with a header that names the channel.
     """
 
-    opened: str
-    closed: str
+    opening_mark: str
+    closing_mark: str
     answer: tuple[str, ...] = ()
     channels: bool = False
 
     @property
     def telling(self) -> tuple[str, ...]:
         """The marks by which the format is recognised: `END` is in other templates too."""
-        return (CHANNEL + "analysis",) if self.channels else (self.opened, self.closed)
+        return (CHANNEL + "analysis",) if self.channels else (self.opening_mark, self.closing_mark)
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks."""
         if self.channels:
             return CHANNEL, MESSAGE, START, END
-        return self.opened, self.closed, *self.answer
+        return self.opening_mark, self.closing_mark, *self.answer
 
     @property
     def closing(self) -> str:
         """What a model writes between its thoughts and its answer."""
-        return self.closed + "".join(self.answer[:1])
+        return self.closing_mark + "".join(self.answer[:1])
 
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
@@ -88,9 +88,9 @@ class ThoughtMarks:
         self.format, self.special = THINK, dict[int, str]()
         if tokenizer is not None:
             template = str(getattr(tokenizer, "chat_template", None) or "")
-            written = [one for one in FORMATS if any(mark in template for mark in one.telling)]
-            known = (one for one in FORMATS if all(self.token(mark) is not None for mark in one.telling))
-            self.format = (written or [*known, THINK])[0]
+            written = [form for form in FORMATS if any(mark in template for mark in form.telling)]
+            formats = (form for form in FORMATS if all(self.token(mark) is not None for mark in form.telling))
+            self.format = (written or [*formats, THINK])[0]
             for mark in self.format.marks:  # a mark may be a special token and a word
                 for token in self.encoded(mark):
                     text = str(tokenizer.decode([token]))
@@ -120,12 +120,12 @@ class ThoughtMarks:
         """Returns whether thoughts must come first after a prompt, and then end with a token of their own."""
         if self.format.channels:
             return self.ends_with(prompt, f"{START}assistant")
-        opened = self.ends_with(prompt, self.format.opened)
-        return opened and self.token(self.format.closed) is not None
+        opened = self.ends_with(prompt, self.format.opening_mark)
+        return opened and self.token(self.format.closing_mark) is not None
 
     def splitter(self, prompt: Sequence[int]) -> ThoughtSplitter:
         """Returns the splitter of the text behind a prompt, which may have opened thoughts."""
-        return ThoughtSplitter(self.ends_with(prompt, self.format.opened), self.format)
+        return ThoughtSplitter(self.ends_with(prompt, self.format.opening_mark), self.format)
 
 
 class Part(Enum):
@@ -150,13 +150,13 @@ class ThoughtSplitter:
     def __init__(self, inside: bool = False, form: ThoughtFormat = THINK) -> None:
         self._form = form
         self._part = Part.THOUGHTS if inside else Part.BEGINNING
-        self._held = ""
+        self._open_text = ""
         self._header = ""
         self._blank = {Part.THOUGHTS: True, Part.ANSWER: True}  # nothing of it has been returned
 
     def push(self, text: str) -> tuple[str, str]:
         """Returns the thoughts and the part of the answer that are certain with this piece."""
-        text, self._held = self._held + text, ""
+        text, self._open_text = self._open_text + text, ""
         shown = {Part.THOUGHTS: "", Part.ANSWER: ""}
         while text:
             marks = self._marks()
@@ -166,10 +166,12 @@ class ThoughtSplitter:
                     self._part = Part.ANSWER
                     continue
             at, mark = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(-1, ""))
-            end = at if mark else len(text) - max((overlap(text, one) for one in marks), default=0)
+            end = (
+                at if mark else len(text) - max((overlap(text, open_mark) for open_mark in marks), default=0)
+            )
             self._take(text[:end], shown)
             if not mark:
-                self._held = text[end:]
+                self._open_text = text[end:]
                 break
             self._enter(mark)
             text = text[end + len(mark) :]
@@ -177,9 +179,9 @@ class ThoughtSplitter:
 
     def finish(self) -> tuple[str, str]:
         """Returns what was held back, as no text follows."""
-        held, self._held = self._held, ""
+        rest, self._open_text = self._open_text, ""
         answers = self._part in (Part.ANSWER, Part.BEGINNING)
-        return (held, "") if self._part is Part.THOUGHTS else ("", held if answers else "")
+        return (rest, "") if self._part is Part.THOUGHTS else ("", rest if answers else "")
 
     def _marks(self) -> tuple[str, ...]:
         """Returns the marks that end the part under way."""
@@ -188,7 +190,11 @@ class ThoughtSplitter:
             return (CHANNEL, START, END, *((MESSAGE,) if self._part is Part.HEADER else ()))
         if self._part is Part.ANSWER:
             return form.answer
-        return (*((form.opened,) if self._part is Part.BEGINNING else ()), form.closed, *form.answer)
+        return (
+            *((form.opening_mark,) if self._part is Part.BEGINNING else ()),
+            form.closing_mark,
+            *form.answer,
+        )
 
     def _enter(self, mark: str) -> None:
         """Begins the part that follows a mark."""
@@ -200,7 +206,7 @@ class ThoughtSplitter:
         elif self._form.channels:
             self._part = Part.NOTHING
         else:
-            self._part = Part.THOUGHTS if mark == self._form.opened else Part.ANSWER
+            self._part = Part.THOUGHTS if mark == self._form.opening_mark else Part.ANSWER
 
     def _take(self, text: str, shown: dict[Part, str]) -> None:
         if self._part is Part.HEADER:
@@ -241,12 +247,12 @@ class ReadableThoughts:
     def _written(self, thought: str, answer: str) -> str:
         text = ""
         if thought:
-            text = f"{THINK.opened}\n" if self._part is Part.BEGINNING else ""
+            text = f"{THINK.opening_mark}\n" if self._part is Part.BEGINNING else ""
             self._part, thought = Part.THOUGHTS, self._space + thought
             text += thought.rstrip(BLANK)
             self._space = thought[len(thought.rstrip(BLANK)) :]
         if answer:
-            text += f"\n{THINK.closed}\n\n" if self._part is Part.THOUGHTS else ""
+            text += f"\n{THINK.closing_mark}\n\n" if self._part is Part.THOUGHTS else ""
             self._part = Part.ANSWER
         return text + answer
 

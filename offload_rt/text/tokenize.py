@@ -76,16 +76,16 @@ def keep_last(tokens: list[int], last: int, tokenizer: PreTrainedTokenizerBase |
     beginning = [] if tokenizer is None else _added_beginning(tokenizer)
     if not beginning and tokenizer is not None and tokenizer.bos_token_id is not None:
         beginning = [tokenizer.bos_token_id]
-    kept = len(beginning) if len(beginning) < last and tokens[: len(beginning)] == beginning else 0
-    return [*tokens[:kept], *tokens[len(tokens) - last + kept :]]
+    first_tokens = len(beginning) if len(beginning) < last and tokens[: len(beginning)] == beginning else 0
+    return [*tokens[:first_tokens], *tokens[len(tokens) - last + first_tokens :]]
 
 
-def common_beginning(one: Sequence[object], other: Sequence[object]) -> int:
+def common_beginning(first: Sequence[object], second: Sequence[object]) -> int:
     """Returns the number of tokens, or of characters of texts, with which both begin."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(first), len(second))
     while low < high:  # comparing slices is faster than comparing token by token
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
     return low
 
 
@@ -115,7 +115,7 @@ class TextStream:
         stop: stop strings.
         prompt: the tokens before the first one, of which the last ones are decoded with it: a tokenizer may
             write the first word of a text without its space. Empty: the tokens are a text of their own.
-        kept: texts of special tokens that are not left out.
+        special_texts: texts of special tokens that are not left out.
 
     Attributes:
         text: all text returned so far.
@@ -130,7 +130,7 @@ class TextStream:
         tokenizer: PreTrainedTokenizerBase | None,
         stop: Sequence[str] = (),
         prompt: Sequence[int] = (),
-        kept: Mapping[int, str] = {},
+        special_texts: Mapping[int, str] = {},
     ) -> None:
         if stop and tokenizer is None:
             raise UsageError(f"stop string {stop[0]!r}: the model has no tokenizer, so it writes no text")
@@ -138,8 +138,8 @@ class TextStream:
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self._kept = kept
-        self._held = ""
+        self._special_texts = special_texts
+        self._open_text = ""
         # A short window of tokens is decoded at every push. Tokens before `_open_start` are context: the text
         # of a token may depend on the one before it (a leading space, the rest of a character).
         self._window: list[int] = []
@@ -159,8 +159,8 @@ class TextStream:
         """Adds a token; returns the text that has become certain, often an empty string."""
         if self._tokenizer is None or self.stopped:
             return ""
-        if token in self._kept:  # the text behind it begins anew
-            new = self._written()[self._released_characters :] + self._kept[token]
+        if token in self._special_texts:  # the text behind it begins anew
+            new = self._written()[self._released_characters :] + self._special_texts[token]
             self._window, self._open_start, self._released_characters = [], 0, 0
             self._after_prompt, self._prompt_texts = False, []
             return self._release(new)
@@ -177,8 +177,8 @@ class TextStream:
         self._released_characters = min(self._released_characters + len(new), len(written))
         if certain == len(written) and new:
             # The first token may have ended a character of the prompt, without which it is none.
-            kept = len(self._window) if self._after_prompt else open_tokens
-            self._keep(kept, open_start=kept, open_characters=0)
+            window = len(self._window) if self._after_prompt else open_tokens
+            self._keep(window, open_start=window, open_characters=0)
         elif certain == len(written) and open_tokens > MAX_OPEN_TOKENS:
             del self._window[self._open_start :]  # tokens without text
         elif open_tokens > MAX_OPEN_TOKENS:
@@ -192,9 +192,9 @@ class TextStream:
         released = self._release(self._written()[self._released_characters :])
         if self.stopped:
             return released
-        held, self._held = self._held, ""
-        self.text += held
-        return released + held
+        rest, self._open_text = self._open_text, ""
+        self.text += rest
+        return released + rest
 
     def _keep(self, tokens: int, open_start: int, open_characters: int) -> None:
         """Shortens the window to its last `tokens`; all but `open_characters` of their text is released."""
@@ -217,7 +217,7 @@ class TextStream:
         """Returns the text of the window; a character that the prompt has only begun counts as new."""
         written = self._decode(self._window)
         if self._prompt_texts:
-            self._released_characters = max(common_beginning(one, written) for one in self._prompt_texts)
+            self._released_characters = max(common_beginning(text, written) for text in self._prompt_texts)
         return written
 
     def _decode(self, tokens: list[int]) -> str:
@@ -227,15 +227,15 @@ class TextStream:
 
     def _release(self, new: str) -> str:
         """Returns the part of the held text and `new` that cannot belong to a stop string any more."""
-        text = self._held + new
+        text = self._open_text + new
         ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
             self.stopped = True
             final = min(ends)[1]
-            self._held = ""
+            self._open_text = ""
         else:
             final = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
-            self._held = text[final:]
+            self._open_text = text[final:]
         self.text += text[:final]
         return text[:final]
 
@@ -252,8 +252,8 @@ class TokenTexts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         letters = [tokenizer.convert_tokens_to_ids(piece) for piece in ("a", "▁a")]
-        known = [one for one in letters if isinstance(one, int) and one != tokenizer.unk_token_id]
-        self._before = known[:1]
+        ids = [token for token in letters if isinstance(token, int) and token != tokenizer.unk_token_id]
+        self._before = ids[:1]
         self._start = len(self._decode(self._before))
 
     def __getitem__(self, token: int) -> str:

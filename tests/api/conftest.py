@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.contexts import ASCII, CHUNK, PARAMS, PLACES, PROMPT, Make
-from support.small_engine import CPU, engine_overrides, link_to, other_gpu
+from support.small_engine import CPU, engine_overrides, link_to, other_gpu, tier_keys
 from support.small_engine import place as put
-from support.tiny_models import byte_tokenizer, tiny_target
+from support.tiny_models import byte_tokenizer, tiny_target, to
 from transformers import PreTrainedModel
 
 from cpu_kv import Link
@@ -48,9 +48,9 @@ def make(models: tuple[PreTrainedModel, PreTrainedModel]) -> Iterator[Make]:
             step_down: bool = False,
             **options: Any,
         ) -> LLM:
-            target, draft = (model.to(device) for model in models)
+            target, draft = (to(model, device) for model in models)
             tiers, options = PLACES[place], {"tokenizer": byte_tokenizer(), **options}
-            overrides = engine_overrides(ahead=2)
+            overrides = engine_overrides(ahead=2, **{} if tiers is None else tier_keys(tiers))
             overrides |= {"prefill.chunk": CHUNK, "speculation.step_down": step_down}
             if tiers is not None:
                 options["link"] = link or link_to(device)
@@ -58,10 +58,10 @@ def make(models: tuple[PreTrainedModel, PreTrainedModel]) -> Iterator[Make]:
             made = closing.enter_context(
                 LLM.from_models(target, draft, config=config, overrides=overrides, **options)
             )
-            if tiers is not None:
+            if tiers is not None and tiers.gpus:
                 put(made, tiers)
             return made
 
         yield llm
     for model in models:
-        model.to(CPU)
+        to(model, CPU)

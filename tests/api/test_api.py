@@ -23,7 +23,7 @@ from offload_rt import LLM, SamplingParams, UsageError
 from offload_rt.engine import controller
 from offload_rt.kernels import native
 from offload_rt.planning.cost_model import CostModel, RoundTime
-from offload_rt.system import clock, memory
+from offload_rt.system import clock
 
 
 def test_the_package_exports_what_it_names() -> None:
@@ -108,7 +108,8 @@ def test_bad_stop_strings() -> None:
 def test_good_sampling_params() -> None:
     SamplingParams(temperature=0, top_p=1.0, top_k=0, max_tokens=1, stop=[], seed=2**63 - 1)
     SamplingParams(min_p=1, repetition_penalty=5, presence_penalty=-2, frequency_penalty=2, logprobs=20)
-    given = SamplingParams(np.float32(0.5), top_k=np.int64(3), max_tokens=torch.tensor(7), seed=np.uint8(9))
+    half, few, many, seed = np.float32(0.5), np.int64(3), torch.tensor(7), np.uint8(9)
+    given = SamplingParams(half, top_k=few, max_tokens=many, seed=seed)  # type: ignore[arg-type]
     assert given == SamplingParams(0.5, top_k=3, max_tokens=7, seed=9)
     assert {type(value) for value in (given.top_k, given.max_tokens, given.seed)} == {int}
     assert hash(SamplingParams(stop=["a"])) == hash(SamplingParams(stop=("a",)))
@@ -164,14 +165,14 @@ def test_kv_that_does_not_fit_is_refused_by_its_size(monkeypatch: pytest.MonkeyP
         kept = llm.read(byte_ids(20), 5)
         before = again(kept, short).tokens
         reserved = llm.engine.store.reserved_bytes
-        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+        monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**30))
         # 1.25 KiB a token: 2 layers, 4 heads of 16, keys and values in float32, and 64 hidden states.
         free = (2**30 + reserved - llm.engine.store.used_bytes) // 1280
         message = rf"KV of 4000020 tokens needs 4\.8 GiB .* 1\.0 GiB are .* longest .* {free} tokens"
         with pytest.raises(UsageError, match=message):
             llm.stream(byte_ids(20), SamplingParams(max_tokens=4_000_000))
         assert llm.engine.store.reserved_bytes == reserved
-        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+        monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
         assert again(kept, short).tokens == before
         kept.close()  # its memory is reused
         assert len(llm.generate(byte_ids(170), short).tokens) == 5

@@ -112,7 +112,11 @@ def test_the_models_own_sampling(llm: LLM, suggest: Callable[..., None]) -> None
     assert llm.model_sampling == SamplingParams(0.6, 0.9, 20, min_p=0.05, repetition_penalty=1.1)
     suggest(temperature=0.6)
     assert llm.model_sampling is None
-    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    penalties: dict[str, Any] = {
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+    }
     suggest(**penalties)
     assert llm.model_sampling == SamplingParams(**penalties), "greedy decoding has penalties too"
 
@@ -247,7 +251,7 @@ def test_a_generation_config_that_transformers_refuses_is_read(tmp_path: Path) -
     }
     file.write_text(json.dumps(refused | {"do_sample": True, "top_p": 0.3}))
     with LLM(tmp_path, config="plain") as llm:
-        assert (llm.model_sampling, llm.end_tokens) == (SamplingParams(1.0, 0.3), {3})
+        assert llm.model_sampling == SamplingParams(1.0, 0.3) and llm.end_tokens == {3}
     for text in ("{", "[]", "null"):
         file.write_text(text)
         with pytest.raises(

@@ -329,11 +329,16 @@ def test_an_append_that_is_interrupted_leaves_what_was_there(
 @pytest.mark.parametrize("place", ["streamed", "tiers", "other GPUs 0"])
 def test_an_append_whose_copies_fail_leaves_what_was_there(make: Make, place: str) -> None:
     link, failed = UnevenLink(), 0
+
+    def fails(number: int) -> Callable[[object], bool]:
+        """Of the copies from here on, this one."""
+        moves = iter(range(number))
+        return lambda pairs: next(moves, None) == number - 1
+
     llm = make("retrieval", place, link=link)
     context = llm.read(TEXT[:105])
     for fails_at in range(1, 30):
-        moves = iter(range(fails_at))
-        link.failing = lambda pairs, moves=moves: next(moves, None) == fails_at - 1  # noqa: B023
+        link.failing = fails(fails_at)
         try:
             context.append(OTHER[:100])
         except CopyFailed:
@@ -355,7 +360,7 @@ def test_what_cannot_be_asked_of_a_context(make: Make) -> None:
         (lambda: context.rewind(1.5), "length must be an integer, got 1.5"),  # type: ignore[arg-type]
         (lambda: context.append(""), "the prompt is empty"),
         (lambda: context.append([1, ASCII]), f"token {ASCII} is outside the vocabulary"),
-        (lambda: context.append([[1]]), "prompt token 0"),  # type: ignore[list-item]
+        (lambda: context.append([[1]]), "prompt token 0"),  # type: ignore[arg-type]
         (lambda: context.generate((), {"max_tokens": 3}), "params {'max_tokens': 3}: give SamplingParams"),  # type: ignore[arg-type]
         (lambda: context.generate((), NEXT, "fly"), "unknown config 'fly'"),
         (lambda: context.generate((), NEXT, "auto"), "config auto: selects among several"),

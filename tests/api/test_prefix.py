@@ -47,7 +47,7 @@ def test_only_what_follows_the_common_beginning_is_read(make: Make, place: str, 
         sequence = opened(llm, context, tokens)
         read = max(0, len(tokens) - max(1, kept))  # the last token is left to the first round
         assert (reports[-1][1] if reports else 0) == layers * read
-        assert sequence.read_tokens == len(tokens) - kept
+        assert sequence.prefill_tokens == len(tokens) - kept
         shared = max(0, kept - 1) // PAGE * PAGE
         added = llm.engine.store.used_bytes - used
         assert added == (len(tokens) - 1 - shared) * llm.engine.store.layout.token_bytes
@@ -190,7 +190,7 @@ def test_kv_of_other_rotary_frequencies_is_not_shared() -> None:
     with LLM.from_models(tiny_target("phi3"), config="plain", overrides=SIZES) as llm:
         short, tokens = llm.read(byte_ids(100)), byte_ids(LONGROPE_BORDER + 10)
         sequence = opened(llm, short, tokens)
-        assert sequence.read_tokens == len(tokens)
+        assert sequence.prefill_tokens == len(tokens)
         assert Context(llm, sequence).generate((), NEXT).tokens == fresh(llm, tokens)
 
 

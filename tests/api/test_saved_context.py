@@ -401,7 +401,7 @@ def test_a_link_stays_and_a_device_is_refused(make: Make, tmp_path: Path) -> Non
 
 
 def test_an_llm_that_is_closed_while_it_saves(make: Make, tmp_path: Path) -> None:
-    llm = make("plain", on_progress=lambda phase, done, total: llm.close() if phase == "save" else None)
+    llm: LLM = make("plain", on_progress=lambda phase, done, total: llm.close() if phase == "save" else None)
     with pytest.raises(UsageError, match="was not saved, as the KV store is closed"):
         llm.read(TEXT[:100]).save(tmp_path / "a")
     assert not list(tmp_path.iterdir())

@@ -21,6 +21,7 @@ from support.tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy
 
 from offload_rt import LLM, UsageError
 from offload_rt.api import sessions
+from offload_rt.api.session_files import PREFIX, SUFFIX
 from offload_rt.api.sessions import SessionFolder
 from offload_rt.commands import cli
 from offload_rt.system.files import PARTIAL, remove_partials, synced
@@ -141,8 +142,8 @@ def test_the_least_recently_used_go_first(llm: LLM, tmp_path: Path, least: int) 
     for start in range(3):
         with llm.read(TEXT[start : start + 100]) as context:
             folder.save(context, f"named{start}")
-            for path in tmp_path.glob("named*"):
-                path.rename(path.with_suffix(".hidden"))  # so that its tokens are not there already
+            for named in tmp_path.glob("named*"):
+                named.rename(named.with_suffix(".hidden"))  # so that its tokens are not there already
             path = folder.keep(context)
             assert path is not None
             kept.append(path)
@@ -210,7 +211,7 @@ def test_a_damaged_session_that_nobody_asked_for(llm: LLM, tmp_path: Path, least
 
 
 def test_what_cannot_be_removed_stays(llm: LLM, tmp_path: Path, least: int) -> None:
-    (tmp_path / f"{sessions.PREFIX}a{sessions.SUFFIX}").mkdir()
+    (tmp_path / f"{PREFIX}a{SUFFIX}").mkdir()
     folder = SessionFolder(tmp_path, limit_bytes=100 * llm.engine.store.layout.token_bytes)
     with llm.read(TEXT[:100]) as context:
         assert folder.keep(context) is not None

@@ -99,7 +99,7 @@ def test_the_time_between_steps_does_not_count(make: Any, monkeypatch: pytest.Mo
 
 
 def test_threads_take_turns(make: Any, plain_tokens: list[int]) -> None:
-    llm = make()
+    llm: LLM = make()
     found: list[object] = []
 
     def read() -> list[int]:
@@ -227,7 +227,8 @@ def test_a_closed_llm(target: PreTrainedModel, draft: PreTrainedModel, config: s
     llm.close()
     with pytest.raises(UsageError, match="this LLM is closed: make a new one"):
         tokens += (event.token for event in stream)
-    assert list(stream) == [] and stream.result.finish_reason == "interrupted"
+    assert list(stream) == []
+    assert stream.result is not None and stream.result.finish_reason == "interrupted"
     assert tokens == whole[: len(tokens)] == stream.result.tokens
     for use in (llm.generate, llm.stream, llm.read):
         with pytest.raises(UsageError, match="closed: make a new one"):

@@ -228,8 +228,8 @@ def test_pieces_cut_anywhere_merge_to_the_whole(
     assert_close(attended(0, total), factor * q, k, v)
     assert_close(merge(parts, backend), factor * q, k, v, mask, whole[0])
     assert_close(merge(parts[::-1], backend), factor * q, k, v, mask, whole[0])
-    newest, causal = (part[:, history:] for part in (k, v)), causal_mask(queries, q)
-    assert_close(backend.causal(q, k[:, history:], v[:, history:], scale), factor * q, *newest, causal)
+    keys, values = k[:, history:], v[:, history:]
+    assert_close(backend.causal(q, keys, values, scale), factor * q, keys, values, causal_mask(queries, q))
 
 
 @BACKENDS
@@ -267,8 +267,11 @@ def test_weights_of_some_queries_summed_over_units(
     for part in (slice(middle), slice(middle, pages)):  # of segments that have to be brought to one reference
         if len(k[part]):
             total.attend_tracked(PlainPages(k[part], v[part]))
-    assert_close((total.result(), unfold(total.lse, heads)), q, head_major(k), head_major(v))
+    result = total.result()
+    assert total.lse is not None
+    assert_close((result, unfold(total.lse, heads)), q, head_major(k), head_major(v))
     (mass,) = total.mass
+    assert mass.reference is not None
     units = mass.mass * (total.sample.rows(mass.reference) - total.sample.rows(total.lse)).exp()[..., None]
     chosen = sorted(range(queries - 1, -1, -math.ceil(queries / 4)))
     asking = fold(q, kv_heads).double().unflatten(1, (-1, queries))[:, :, chosen].flatten(1, 2)
@@ -306,7 +309,8 @@ def test_attention_mass_copies_no_keys() -> None:
     kv = torch.randn(4, 2, 4, 128, 64)
     queries, reference = torch.randn(4, 2, 64), torch.zeros(4, 2)
     units = torch.empty(4, 2, 4 * 128 // 8)
-    with Largest() as made:
+    made = Largest()
+    with made:
         operators.chunk_mass_(units, queries, kv[:, 0], reference, 0.1, 2, 1)
     assert 0 < made.count <= kv[0, 0].numel()
 

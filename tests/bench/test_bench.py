@@ -21,7 +21,7 @@ from support.tiny_models import byte_ids, real_text, tiny_target
 from transformers import PreTrainedModel
 
 from bench import COMMANDS, results
-from bench.studies import acceptance, model_card, needles, texts
+from bench.studies import acceptance, model_card, needles
 from bench.studies.model_card import STUDY, Sizes, of_change, token_losses, window_of
 from bench.studies.study import Part, Study
 from bench.studies.texts import sequence_over, take
@@ -148,7 +148,7 @@ def test_model_card(
     kinds = (acceptance.RETRIEVAL, acceptance.RETRIEVAL_STRIDE, acceptance.STREAMING)
     small = dataclasses.replace(STUDY, sizes=Sizes(shares=(8,), caches=kinds))
     monkeypatch.setattr(model_card, "STUDY", small)
-    monkeypatch.setattr(texts.gc, "collect", lambda: 0)  # it takes longer than a tiny model does
+    monkeypatch.setattr("gc.collect", lambda: 0)  # it takes longer than a tiny model does
     other, out = tmp_path / "other.txt", tmp_path / "card.jsonl"
     other.write_text(real_text()[20_000:23_000], encoding="utf-8")
     words = f"model-card --model {folder}/target --text {folder}/book.txt --text {other} --out {out}"
@@ -227,7 +227,8 @@ def test_needles_lie_at_their_depths_and_are_scored(target: PreTrainedModel) -> 
 
     def chosen(passage: list[int]) -> torch.Tensor:
         """The target's choice in the place of each token after the cue."""
-        return target(torch.tensor([prompt + passage])).logits[0].argmax(-1)[400 + needles.CUE - 1 : -1]
+        logits: torch.Tensor = target(torch.tensor([prompt + passage])).logits[0]
+        return logits.argmax(-1)[400 + needles.CUE - 1 : -1]
 
     # This model recalls nothing by itself: two passages continue as it does.
     for passage in (passages[0], passages[3]):
@@ -235,7 +236,7 @@ def test_needles_lie_at_their_depths_and_are_scored(target: PreTrainedModel) -> 
     right = [int((chosen(one) == torch.tensor(one[needles.CUE :])).sum()) for one in passages]
     asked = 2 * (needles.PASSAGE - needles.CUE)
     with reading(target, prompt) as sequence:
-        found = needles.recall(sequence, passages, each=2)
+        found = needles.recall(sequence, passages, count=2)
     assert found == pytest.approx([(right[0] + right[1]) / asked, (right[2] + right[3]) / asked])
 
 

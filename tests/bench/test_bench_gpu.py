@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,17 +31,18 @@ from bench import (
     worker,
 )
 from bench.cases import CASES, ON_CUDA
-from bench.gpu_checks import Given, Sizes
-from bench.random_models import SHAPES
+from bench.gpu_checks import SIZES, Sizes, Subject
+from bench.random_models import SHAPES, random_model
 from bench.results import Row
 from bench.rounds import Recorded
 from bench.systems import ours
 from cpu_kv import PacedLink
 from cpu_kv.link import CopyRecord
+from cpu_kv.mapped import PeerCopies, computed_copy
 from offload_rt.attention import backends
 from offload_rt.attention.backends import TorchCudaBackend
 from offload_rt.caches.remote import GpuAttention
-from offload_rt.kernels import operators
+from offload_rt.kernels import operators, triton_operators
 from offload_rt.machine import inspection
 from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
 from offload_rt.model.loading import load_model
@@ -132,13 +134,13 @@ def test_a_check_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_check_ends_by_what_it_raises_and_is_kept_to_24_gib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(given: Given) -> Iterator[Row]:
+    def full(given: Subject) -> Iterator[Row]:
         print("not a finding")
         yield {"kept": list(kept)}
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
 
     kept: list[float] = []
-    monkeypatch.setitem(gpu.SIZES, "tiny", TINY)
+    monkeypatch.setitem(SIZES, "tiny", TINY)
     monkeypatch.setattr(gpu, "CHECKS", {"full": full})
     monkeypatch.setattr(gpu, "choose_device", lambda name: CPU)
     for name, tell in (
@@ -147,7 +149,7 @@ def test_a_check_ends_by_what_it_raises_and_is_kept_to_24_gib(
         ("get_device_properties", lambda home: SimpleNamespace(total_memory=96 * GIB)),
     ):
         monkeypatch.setattr(torch.cuda, name, tell)
-    monkeypatch.setattr(gpu.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: None)
     gpu.check("full", "tiny")
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == {"kept": [23.3 / 96, 23.3 / 96]}
@@ -169,7 +171,7 @@ def on_emulated_device(test: Callable[..., None]) -> Callable[..., None]:
 def found(name: str) -> Row:
     """The figures of a check, and under `failed` what is wrong."""
     figures: Row = {"failed": []}
-    for row in gpu.CHECKS[name](Given(torch.device("cuda", 0), TINY)):
+    for row in gpu.CHECKS[name](Subject(torch.device("cuda", 0), TINY)):
         figures["failed"] += [row.pop("failed")] if "failed" in row else []
         figures |= row
     return figures
@@ -178,7 +180,6 @@ def found(name: str) -> Row:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A small GPU, as the planner and the checks see it; a tiny model; calls as the device counts them."""
-    random_model = gpu_engine_checks.random_model
     milliseconds = gpu_kernel_checks.milliseconds
 
     def usable(
@@ -204,7 +205,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu_engine_checks, "launches", launches)
     monkeypatch.setattr("offload_rt.planning.sequence_planner.usable_hardware", usable)
     monkeypatch.setattr(machine, "read_rate", lambda home: 10.0)
-    monkeypatch.setattr(gpu_checks.triton_operators, "check", lambda *given: None)
+    monkeypatch.setattr(triton_operators, "check", lambda *given: None)
     # Engines know that the emulation runs no kernels, whichever test asked first.
     monkeypatch.setattr(backends, "_CHECKED", {None: "no kernels"})
     monkeypatch.setattr(gpu_kernel_checks, "SLOWEST_PIECES", 0.0)
@@ -214,7 +215,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gpu_kernel_checks, "milliseconds", lambda given, work, launches=2: milliseconds(given, work, 2)
     )
     for name in ("combine", "combine_with_mass_", "attend_quantized"):
-        monkeypatch.setattr(gpu_checks.triton_operators, name, getattr(operators, name))
+        monkeypatch.setattr(triton_operators, name, getattr(operators, name))
     schedule, GPUS.schedule = GPUS.schedule, "late"
     yield
     torch.cuda.synchronize()
@@ -275,7 +276,7 @@ def _no_kernels_between_pieces(patch: pytest.MonkeyPatch) -> None:
 
 def _busy_copy_engines(patch: pytest.MonkeyPatch) -> None:
     _no_kernels_between_pieces(patch)
-    patch.setattr(gpu_engine_checks.PeerCopies, "MOST_BYTES", 4096)
+    patch.setattr(PeerCopies, "MOST_BYTES", 4096)
 
 
 def _refused_memory(patch: pytest.MonkeyPatch) -> None:
@@ -284,8 +285,7 @@ def _refused_memory(patch: pytest.MonkeyPatch) -> None:
 
 
 def _torn_memory(patch: pytest.MonkeyPatch) -> None:
-    computed = gpu_checks.computed_copy
-    patch.setattr(gpu_checks, "computed_copy", lambda one, out=None: computed(one.flip(0), out=out))
+    patch.setattr(gpu_checks, "computed_copy", lambda one, out=None: computed_copy(one.flip(0), out=out))
 
 
 def _half_of_the_keys(patch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ BROKEN: list[tuple[str, Break, str]] = [
     ("overtaking", _no_kernels_between_pieces, "urgent: a small copy took"),
     (
         "attention",
-        lambda patch: patch.setattr(gpu_checks.triton_operators, "check", _refuse),
+        lambda patch: patch.setattr(triton_operators, "check", _refuse),
         "Triton kernels",
     ),
     # Of a page that is masked completely, the kernel makes NaN.
@@ -372,7 +372,7 @@ def test_the_next_queries_are_those_of_the_same_pass(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["two-gpus", "groups"])
 def test_one_gpu_skips_the_check_of_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert list(gpu.CHECKS[name](Given(CPU, TINY))) == [{"skipped": "there is one GPU"}]
+    assert list(gpu.CHECKS[name](Subject(CPU, TINY))) == [{"skipped": "there is one GPU"}]
 
 
 def test_figures_of_the_link() -> None:
@@ -414,7 +414,7 @@ def test_ours_is_measured_streamed_and_as_planned(
     monkeypatch.setattr(ours, "usable_hardware", lambda device: hardware)
     monkeypatch.setattr(ours, "load_model", lambda path, device, dtype: load_model(path, CPU, dtype))
     monkeypatch.setattr(ours, "CudaLink", lambda device: PacedLink(25e9))
-    monkeypatch.setattr(ours, "GraphedModel", lambda *given: GraphedModel(*given, capture=_refuse))
+    monkeypatch.setattr(ours, "GraphedModel", partial(GraphedModel, capture=_refuse))
     given = f"offload --model random:tiny --device cuda --acceptance 1 --out {tmp_path}/out.jsonl"
     assert bench_main(given, "--contexts 160 --turns 1") == (0 if memory_bytes == GIB else 2)
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

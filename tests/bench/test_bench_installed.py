@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import byte_ids, tiny_target
+from support.tiny_models import byte_ids, tiny_target, to
 from transformers import AutoModelForCausalLM
 
 from bench.runner import PEERS_PYTHON, SystemFailed, Worker
@@ -31,7 +31,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def saved(folder: Path, work: str, arch: str = "llama-gqa", dtype: str = "float32", **changes: Any) -> Setup:
     """A tiny checkpoint; OpenVINO rounds weights to float16."""
-    tiny_target(arch, seed=3, vocabulary=4096, **changes).to(torch.float16).save_pretrained(folder)
+    model = tiny_target(arch, seed=3, vocabulary=4096, **changes)
+    to(model, torch.float16).save_pretrained(folder)
     return Setup(str(folder), None, dtype, "cpu", 1, 1000, 32, work, batch=2)
 
 

@@ -99,10 +99,10 @@ def test_link_use_is_the_busy_share_of_a_pass() -> None:
 
 def times(started: float, ms: float, guessed: bool | None, draft: float = 0.0, **changes: Any) -> RoundTimes:
     """A round of 4 drafted and accepted tokens; whatever else it has is 0."""
-    given = dict.fromkeys((field.name for field in dataclasses.fields(RoundTimes)), 0)
+    given: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(RoundTimes)), 0)
     given |= {"started": started, "ms": ms, "draft_ms": draft, "pass_ms": ms - draft}
     given |= {"ahead_ms": ms - draft, "proposed": 4, "accepted": 4}
-    return RoundTimes(**given | {"guessed": guessed} | changes)  # type: ignore[arg-type]
+    return RoundTimes(**given | {"guessed": guessed} | changes)
 
 
 def run_of(rounds: list[RoundTimes]) -> Recorded:
@@ -192,7 +192,7 @@ def test_a_text_continues_from_its_prompt_whatever_came_before() -> None:
     config, plain = load_config("retrieval", SMALL), load_config("plain", SMALL)
     with closing(tiny_text(PacedLink(1e12), 224)) as text:
         for prompt in ([byte_ids(200)], [byte_ids(150, start=9), byte_ids(150)]):
-            assert text.read(prompt) == text.read(prompt) > 0
+            assert text.prefill(prompt) == text.prefill(prompt) > 0
             found = [text.run(config, 16), text.run(plain, 24), text.run(config, 16)]
             first, second, third = ([result.tokens for result in results] for results, _ in found)
             assert first == [tokens[:16] for tokens in second] == third
@@ -204,7 +204,7 @@ def test_a_text_continues_from_its_prompt_whatever_came_before() -> None:
 def decoded(rate: float, ahead: int, tokens: int) -> Sequence[RoundTimes]:
     config = load_config("retrieval", SMALL | {"offload.ahead": ahead, "speculation.gamma2": 4})
     with closing(tiny_text(PacedLink(1e9), 200 + tokens)) as text:
-        text.read([random_prompt(64, 200)])
+        text.prefill([random_prompt(64, 200)])
         return text.run(config, tokens, rate)[1].rounds
 
 
@@ -251,7 +251,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("offload")
     places = (
         IN_PLACE,
-        Place("both", 2.0, (0.25, 0.25), drawn=True),
+        Place("both", 2.0, (0.25, 0.25), timeline=True),
         Place("over two links", 2.0, STREAMED, gpus=1),
     )
     case = dataclasses.replace(CASES["offload"], places=places, options=SMALL)

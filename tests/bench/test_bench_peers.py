@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.bench_setup import bench_main, records, setup
 
-from bench import arguments, runner, side_by_side
+from bench import arguments, machine, runner
 from bench.cases import CASES
 from bench.results import Row, spread
 from bench.runner import Job, SystemFailed, Worker
@@ -134,7 +134,7 @@ class Stub:
             "logit_gap": 2e-5,
         }
         rows = [slow, fast | {"accepted": {"retrieved": 0.75}, "tokens_per_round": 4.0}]
-        absent = {"error": "not installed: make bench-peers", "synthetic": None}
+        absent: Row = {"error": "not installed: make bench-peers", "synthetic": None}
         rows = [absent] * 3 if self.fails else [*rows, absent]
         return [{"system": name} | row for name, row in zip(job.systems, rows, strict=True)]
 
@@ -143,7 +143,7 @@ class Stub:
 def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
     stub = Stub()
     monkeypatch.setattr(runner, "run", stub.run)
-    monkeypatch.setattr(side_by_side.machine, "read_rate", lambda device: 10.0)
+    monkeypatch.setattr(machine, "read_rate", lambda device: 10.0)
     return stub
 
 

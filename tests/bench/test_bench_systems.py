@@ -109,6 +109,7 @@ def test_a_host_layer_keeps_its_kv_in_one_buffer_and_refuses_more() -> None:
     layer = HostLayer(capacity=10)
     kv = torch.randn(2, 1, 3, 10, 4)
     layer.update(*kv[..., :6, :])
+    assert layer.keys is not None and layer.values is not None
     filled = layer.keys.data_ptr(), layer.values.data_ptr()
     layer.crop(-2)
     keys, values = layer.update(*kv[..., 4:, :])

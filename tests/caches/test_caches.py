@@ -321,7 +321,12 @@ def test_a_cache_chooses_in_one_thread_that_ends_with_it(monkeypatch: pytest.Mon
 
     def noted(selection: MeanKeyScores, queries: Tensor, scale: float) -> Callable[[int], Tensor]:
         scores = now(selection, queries, scale)
-        return lambda layer: (threads.append(threading.current_thread()), scores(layer))[1]
+
+        def of_layer(layer: int) -> Tensor:
+            threads.append(threading.current_thread())
+            return scores(layer)
+
+        return of_layer
 
     monkeypatch.setattr(MeanKeyScores, "scores", noted)
     with full_cache(CpuLink(), 2, chunk=4) as cache:

@@ -28,7 +28,8 @@ from offload_rt.api import frontend as api
 from offload_rt.attention.backends import TorchCpuBackend
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
-from offload_rt.caches.local import LocalHistory, LocalLayers, LocalState
+from offload_rt.caches.local import LocalState
+from offload_rt.caches.local_history import LocalHistory, LocalLayers
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.model.architecture import cache_argument
@@ -147,15 +148,15 @@ class LocalMachine(RuleBasedStateMachine):
         one = self.all[who]
         self.forget(who)
         tokens = tokens * 2
-        one.state.start_read()
+        one.state.start_prefill()
         paths = [[*one.read, *tokens[: at + 1]] for at in range(len(tokens))]
         for start in range(0, len(tokens), size):
             one.compare(tokens[start : start + size], paths[start : start + size])
         if keeps:
-            one.state.finish_read(len(tokens))
+            one.state.finish_prefill(len(tokens))
             one.read = [*one.read, *tokens]
         else:
-            one.state.give_up_read()
+            one.state.give_up_prefill()
 
     def forget(self, who: int) -> None:
         for one in self.all[:2] if who == 0 else [self.all[who]]:

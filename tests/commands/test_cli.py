@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import pytest
 import torch
 
 import bench.__main__
 from cpu_kv import CopyFailed, PacedLink
-from offload_rt.commands import cli, demo, generate, prompts
+from offload_rt.commands import cli, demo, prompts, running
 from offload_rt.commands import console as console_module
 from offload_rt.commands.console import Console
 from offload_rt.commands.exits import run_program
@@ -110,7 +110,7 @@ class FakeStream(Iterator[SimpleNamespace]):
         stops_with = self._llm.stops_with
         if self._made == 3 and isinstance(stops_with, signal.Signals):
             signal.raise_signal(stops_with)
-        elif self._made == 3 and stops_with is not None:
+        elif self._made == 3 and isinstance(stops_with, BaseException):
             raise stops_with
         if self._made == len(WORDS):
             self.result = self._llm.result(len(WORDS), "length")
@@ -502,8 +502,8 @@ def test_what_was_written_before_an_interrupt_or_a_failure_stands(
         assert last.endswith("the text ends after 3 tokens, which are valid")
 
 
-def raising(error: BaseException) -> Callable[..., None]:
-    def call(*arguments: object, **more: object) -> None:
+def raising(error: BaseException) -> Callable[..., NoReturn]:
+    def call(*arguments: object, **more: object) -> NoReturn:
         raise error
 
     return call
@@ -870,7 +870,7 @@ def test_the_demo_compares_over_a_link_and_in_memory(
     busy: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = "other work slows it down: the load average was 99.0 on 2 cores before it"
-    monkeypatch.setattr(OtherWork, "told", lambda other_work: told if busy else None)
+    monkeypatch.setattr(OtherWork, "note", lambda other_work: told if busy else None)
     monkeypatch.setattr(demo, "NEW_TOKENS", 8)
     links: list[PacedLink] = []
 
@@ -914,8 +914,9 @@ def test_a_recital_is_compared_word_by_word() -> None:
 def test_differing_tokens_are_told_at_temperature_zero() -> None:
     result, plain = (SimpleNamespace(tokens=[1, last], dtype="float32") for last in (2, 3))
     greedy, sampled = SimpleNamespace(temperature=0), SimpleNamespace(temperature=0.7)
-    verdicts = [generate.tokens_verdict(result, other, greedy) for other in (result, plain)]
+    verdict: Any = running.tokens_verdict  # of stand-ins
+    verdicts = [verdict(result, other, greedy) for other in (result, plain)]
     assert verdicts == ["tokens equal", "TOKENS DIFFER"]
     half = SimpleNamespace(tokens=[1, 2], dtype="bfloat16")
-    assert generate.tokens_verdict(half, plain, greedy).startswith("the first 1 tokens equal (a near tie")
-    assert generate.tokens_verdict(result, plain, sampled).startswith("same output distribution")
+    assert verdict(half, plain, greedy).startswith("the first 1 tokens equal (a near tie")
+    assert verdict(result, plain, sampled).startswith("same output distribution")

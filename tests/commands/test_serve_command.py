@@ -28,7 +28,7 @@ def test_it_serves_until_sigterm_and_finishes_and_saves_what_runs(tmp_path: Path
     command += ["--config", "lookup", "--cache", str(tmp_path / "cache"), "--name", "it"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stderr is not None
-        lines = []
+        lines = list[str]()
         try:
             while not lines or not lines[-1].startswith("serving"):
                 lines.append(process.stderr.readline())

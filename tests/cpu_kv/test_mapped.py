@@ -84,7 +84,7 @@ def test_the_host_overwrites_a_buffer_only_after_its_kernels() -> None:
     torch.cuda._sleep(10**7)
     read = computed_copy(buffer.device)
     buffer.mark_used()
-    buffer.used.synchronize()
+    buffer.last_use.synchronize()
     buffer.host.fill_(2)
     torch.cuda.synchronize()
     assert read.tolist() == [1] * 16

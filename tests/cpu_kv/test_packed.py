@@ -72,9 +72,9 @@ def test_every_value_comes_back(shape: PackedShape, pages: int, kind: str, speci
         out = torch.empty_like(values)
         codec.decode(shape, packed, out)
         assert same(out[fits], values[fits])
-        pages, plain = PackedPages(packed, shape, codec), PackedPages(packed, shape, codec).plain()
+        found, plain = PackedPages(packed, shape, codec), PackedPages(packed, shape, codec).plain()
         for side, both in enumerate((plain.keys, plain.values)):
-            assert same(pages.side(side)[fits], values[fits][:, side])
+            assert same(found.side(side)[fits], values[fits][:, side])
             assert same(both[fits], values[fits][:, side])
 
 

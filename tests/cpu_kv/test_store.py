@@ -33,7 +33,8 @@ def joined(pieces: list[KVPages]) -> Tensor:
 def means_of(kv: Tensor, size: int) -> Tensor:
     """Means of the full chunks of `[sides, kv_heads, tokens, head_dim]`."""
     full = kv.shape[2] // size
-    return kv[:, :, : full * size].unflatten(2, (full, size)).mean(dim=3, dtype=torch.float32).to(kv.dtype)
+    chunks: Tensor = kv[:, :, : full * size].unflatten(2, (full, size))
+    return chunks.mean(dim=3, dtype=torch.float32).to(kv.dtype)
 
 
 def page_at(pages: KVPages, page: int = 0) -> int:
@@ -160,8 +161,8 @@ class StoreMachine(RuleBasedStateMachine):
                 torch.testing.assert_close(sequence.page_means.means(layer), pages)
                 self.full_pages_are_packed(sequence, layer)
         parts = [part for one in self.sequences for layer in range(2) for part in one.views(layer)]
-        tokens = {page_at(part, page): part.page_tokens for part in parts for page in range(len(part))}
-        used = sum(map(self.layout.layer_bytes, tokens.values()))
+        of_pages = {page_at(part, page): part.page_tokens for part in parts for page in range(len(part))}
+        used = sum(map(self.layout.layer_bytes, of_pages.values()))
         assert self.store.used_bytes == used
         if not self.layout.packed:  # a packed page that was cut counts as one that is not packed
             assert used <= self.store.reserved_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from concurrent.futures import Future
 from contextlib import contextmanager
 from operator import methodcaller
@@ -309,9 +309,10 @@ def test_what_is_sent_overtakes_what_is_carried_ahead() -> None:
 
 def test_the_host_runs_ahead_of_the_compute_by_a_ring() -> None:
     """Compute that reads segments is enqueued and not done: the host stops with the ring, and not before."""
-    link, seen, moved, enqueued = ComputeLink(), [], [], []
+    link, seen = ComputeLink(), list[float]()
+    moved, enqueued = list[int](), list[int]()
 
-    def wait_until(values: list, count: int) -> None:
+    def wait_until(values: Sized, count: int) -> None:
         deadline = time.monotonic() + 5
         while len(values) < count and time.monotonic() < deadline:
             time.sleep(1e-4)

@@ -90,9 +90,9 @@ def test_a_pass_over_trees_of_two_sequences_is_the_recurrence_along_every_path()
             cache.commit(kept)
             held[number] += [way[at] for at in kept]
             if len(held[number]) > 6:
-                entries = [at for at in range(len(held[number])) if len(held[number][at]) == 1]
-                cache.keep(entries)
-                held[number] = [held[number][at] for at in entries]
+                roots_only = [at for at in range(len(held[number])) if len(held[number][at]) == 1]
+                cache.keep(roots_only)
+                held[number] = [held[number][at] for at in roots_only]
             assert len(cache.speculative) == len(held[number])
             for state, one in zip(cache.states[1:], held[number], strict=True):
                 torch.testing.assert_close(state, along(model, root, one))

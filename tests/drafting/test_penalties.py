@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.small_engine import CONFIGS, ON_CUDA, PROMPT, SIZES, again, engine_overrides, link_to
-from support.tiny_models import noisy_copy, tiny_target
+from support.tiny_models import noisy_copy, tiny_target, to
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,10 +23,11 @@ OF_GENERATED = SamplingParams(max_tokens=NEW, presence_penalty=0.9, frequency_pe
 @pytest.fixture(scope="module")
 def repetition_tokens(target: PreTrainedModel, plain_tokens: list[int]) -> list[int]:
     """What transformers itself writes."""
-    ids: Any = torch.tensor([PROMPT])
+    ids = torch.tensor([PROMPT])
+    generate: Any = target.generate
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
     with torch.inference_mode():
-        tokens: list[int] = target.generate(ids, **given, repetition_penalty=1.3)[0, len(PROMPT) :].tolist()
+        tokens: list[int] = generate(ids, **given, repetition_penalty=1.3)[0, len(PROMPT) :].tolist()
     assert tokens != plain_tokens[:NEW]
     return tokens
 
@@ -89,9 +90,9 @@ def test_sequences_of_a_batch_have_their_own_penalties(
 @ON_CUDA
 def test_penalties_on_a_gpu(device: torch.device) -> None:
     target = tiny_target("llama-gqa")
-    draft, options = noisy_copy(target).to(device), {"config": "trees", "overrides": engine_overrides()}
+    draft, options = to(noisy_copy(target), device), {"config": "trees", "overrides": engine_overrides()}
     params = replace(OF_GENERATED, repetition_penalty=1.3, logprobs=1, max_tokens=8)
-    with LLM.from_models(target.to(device), draft, link=link_to(device), **options) as llm:  # type: ignore[arg-type]
+    with LLM.from_models(to(target, device), draft, link=link_to(device), **options) as llm:  # type: ignore[arg-type]
         context = llm.read(PROMPT)
         result, plain = again(context, params), again(context, params, "plain")
     assert result.tokens == plain.tokens and result.timings.accepted_tokens > 0

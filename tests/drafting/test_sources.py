@@ -138,7 +138,7 @@ def test_what_is_in_a_draft_already_is_not_joined_twice() -> None:
     assert more.tokens.known == [1, 2, 3, 0] and more.tree.parents == (ROOT, 0, 0, 2)
     assert more.probs is not None
     assert torch.equal(more.probs[2:], torch.eye(4)[[3, 0]]) and torch.equal(more.probs[:2], probs)
-    assert more.found == 2 and more.tree.tries([0, 1], 2) == [(2, 0)]
+    assert more.source_nodes == 2 and more.tree.tries([0, 1], 2) == [(2, 0)]
     assert joined(Draft(Tokens([1]), forest([1])), [1, 3]).probs is None
 
 

@@ -115,9 +115,9 @@ def opened(
         if small is not None:
             forward = small.forward
 
-            def counted(parts: Any, plan: Any = None) -> Any:
-                setting.passed += [part.new.count for part in parts]
-                return forward(parts, plan)
+            def counted(inputs: Any, order: Any = None) -> Any:
+                setting.passed += [part.new.count for part in inputs]
+                return forward(inputs, order)
 
             small.forward = counted  # type: ignore[method-assign]
         yield setting

@@ -99,7 +99,7 @@ class CudaTensor(Tensor):
 
     content: Tensor
     memory: Memory
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, content: Tensor, memory: Memory) -> CudaTensor:
@@ -118,10 +118,12 @@ class CudaTensor(Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
-    def __repr__(self, **_: object) -> str:
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"CudaTensor({tuple(self.shape)}, {self.dtype})"
 
     def __getitem__(self, index: Any) -> Any:
@@ -192,7 +194,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _compute(func, args, kwargs, devices.pop())
 
 
-def _check_generator(generator: torch.Generator, on_cuda: bool) -> None:
+def _check_generator(generator: Any, on_cuda: bool) -> None:
     if (generator._cdata in _Generator.on_cuda) != on_cuda:  # its Python object is another one by now
         raise RuntimeError("Expected a generator of the device that is drawn on")
     refuse_in_capture("a generator that is not registered draws the same at every replay")
@@ -508,14 +510,14 @@ def _attend(
         out = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device="meta")
         lse = torch.empty(*query.shape[:2], rows, dtype=torch.float32, device="meta")
     made = _new(out, query.device), _new(lse, query.device)
-    there, contents = [one.content for one in made], _plain((query, key, value, bias))
+    there, (queries, keys, values, biases) = [one.content for one in made], _plain((query, key, value, bias))
 
     def run() -> None:
         if key.shape[2] == 0:  # their result is undefined, as an H200 showed
             for into in there:
                 into.fill_(math.nan)
             return
-        for into, one in zip(there, _attention(*contents, causal, scale), strict=True):
+        for into, one in zip(there, _attention(queries, keys, values, biases, causal, scale), strict=True):
             _store(into[..., : one.shape[2]] if one.dim() == 3 else into, one)
 
     enqueue(run, query.device)
@@ -588,9 +590,10 @@ class _Generator(torch.Generator):
 
     device: torch.device = torch.device("cpu")
     on_cuda: ClassVar[set[int]] = set()
+    _cdata: int
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
-        made = super().__new__(cls, "cpu")
+        made = super().__new__(cls, "cpu")  # type: ignore[call-arg]
         made.device = CUDA if torch.device(device).type == "cuda" else _CPU
         (cls.on_cuda.discard if made.device == _CPU else cls.on_cuda.add)(made._cdata)
         return made
@@ -754,10 +757,10 @@ def install(schedule: str = "late", seed: int = 0) -> None:
         setattr(torch.cuda, name, answer)
     torch.utils._device._device_constructors()  # knows `torch.tensor` as it was
     torch.tensor, torch.Generator = _tensor, _Generator  # type: ignore[assignment, misc]
-    torch.utils.dlpack.from_dlpack = _from_dlpack
+    torch.utils.dlpack.from_dlpack = _from_dlpack  # type: ignore[assignment]
     torch._C._cuda_endAllocateToPool = end_allocate_to_pool
-    torch._C._cuda_releasePool = lambda device, pool: None
-    threading.Thread.run = _thread_run  # type: ignore[method-assign]
+    torch._C._cuda_releasePool = lambda device, mempool_id: None
+    threading.Thread.run = _thread_run  # type: ignore[assignment, method-assign]
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # `Module.to` makes new parameters
     MODE.__enter__()
 

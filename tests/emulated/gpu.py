@@ -462,9 +462,9 @@ def captured(graph: Graph, pool: object = None, stream: Stream | None = None, **
         set_stream(before)
 
 
-def end_allocate_to_pool(device: int, pool: object) -> None:
+def end_allocate_to_pool(device: int, mempool_id: tuple[int, int]) -> None:
     """`torch._C._cuda_endAllocateToPool`."""
-    GPUS.open_pools.discard((device, pool))
+    GPUS.open_pools.discard((device, mempool_id))
 
 
 def capturing() -> bool:

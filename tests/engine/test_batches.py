@@ -164,7 +164,7 @@ def test_prompts_and_parameters_belong_together(target: PreTrainedModel) -> None
         with pytest.raises(UsageError, match="4 prompts but 2 parameters"):
             llm.generate(PROMPTS, [SamplingParams(), SamplingParams()])
         with pytest.raises(UsageError, match="for a list of prompts a list of them"):
-            llm.generate(PROMPT, [SamplingParams()])  # type: ignore[call-overload]
+            llm.generate(PROMPT, [SamplingParams()])  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="the prompt is empty"):
             llm.generate([PROMPT, []])
 
@@ -180,13 +180,13 @@ def test_a_common_beginning_is_read_once(
     prompts += [common, common, byte_ids(70, start=500), [*byte_ids(70, start=500), 3, 4]]
     params = [SamplingParams(temperature, max_tokens=12, seed=at) for at in range(len(prompts))]
     alone = [llm.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-    read, original = list[int](), Engine.read
+    read, original = list[int](), Engine.prefill
 
     def counting(engine: Engine, sequence: TokenSequence, tokens: Sequence[int]) -> None:
         read.append(len(tokens))
         original(engine, sequence, tokens)
 
-    monkeypatch.setattr(Engine, "read", counting)
+    monkeypatch.setattr(Engine, "prefill", counting)
     together = llm.generate(prompts, params)
     assert [told(member) for member in together] == [told(one) for one in alone]
     assert sum(read) <= len(common) + 70 + 4 * 10

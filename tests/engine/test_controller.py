@@ -28,6 +28,7 @@ from offload_rt.engine.controller import (
     RunningAcceptance,
     SpeculationController,
 )
+from offload_rt.planning.sequence_costs import SequenceCosts
 
 DRAFT = 8
 PLAIN_MS = 10.0
@@ -35,7 +36,7 @@ NAN = float("nan")
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(SequenceCosts):
     """A composition: passes of `fixed_ms`, and more by the drafted token; drafts of `step_ms` a level."""
 
     fixed_ms: float = PLAIN_MS
@@ -87,10 +88,10 @@ def observe(
         ahead_ms=ahead_ms,
         verdict_ms=0.0,
         guessed=None,
-        asked=asked,
+        depth=asked,
         proposed=asked if proposed is None else proposed,
         accepted=accepted,
-        drawn=asked,
+        drawn_levels=asked,
         drawn_ahead=drawn_ahead,
     )
     subject.observe(100, round, took)
@@ -349,8 +350,8 @@ def test_drafts_for_several_outcomes_do_not_make_one_draft_look_slow() -> None:
     for _ in range(12):
         asked = subject.shape(1000)
         draft_ms, ahead_ms = measured.draft_ms(100, asked), measured.ahead_ms(100, asked, 2)[-1]
-        times = {"draft_ms": draft_ms, "ahead_ms": ahead_ms}
-        observe(subject, asked.depth, 5, 100.0 + draft_ms, **times, drawn_ahead=((asked.depth, 2),))
+        ms, drawn = 100.0 + draft_ms, ((asked.depth, 2),)
+        observe(subject, asked.depth, 5, ms, draft_ms=draft_ms, ahead_ms=ahead_ms, drawn_ahead=drawn)
     foreseen = controller(measured, DEPTHS, acceptance=subject.acceptance.rate, ahead=2, step_down=False)
     assert subject.shape(1000) == foreseen.shape(1000)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import byte_ids, noisy_copy, tiny_target
+from support.small_engine import CUDA
+from support.tiny_models import byte_ids, noisy_copy, tiny_target, to
 from torch import Tensor
 
 from offload_rt import LLM, SamplingParams
@@ -129,11 +130,11 @@ def test_drafting_does_not_wait_for_a_gpu(
             torch.cuda.set_sync_debug_mode("error")
 
     target = tiny_target("llama")
-    draft = noisy_copy(target).cuda()
+    draft = to(noisy_copy(target), CUDA)
     overrides = OVERRIDES | {"retrieval.refresh": "stride:1000"}  # to refresh, the host reads scores
     overrides |= {"store.page": 16, "offload.resident_tokens": 0, "offload.cpu_tokens": 0}
     params = SamplingParams(**sampling, seed=1, max_tokens=60)  # type: ignore[arg-type]
-    with LLM.from_models(target.cuda(), draft, config=config, overrides=overrides) as llm:
+    with LLM.from_models(to(target, CUDA), draft, config=config, overrides=overrides) as llm:
         events = llm.stream(byte_ids(300), params)
         for _ in range(24):  # until all graphs are captured
             next(events)

@@ -30,7 +30,7 @@ from cpu_kv import Link, PacedLink
 from offload_rt import LLM, Context, SamplingParams
 
 PROGRAMS = int(os.environ.get("OFFLOAD_RT_TEST_PROGRAMS", "24"))
-OURS = tuple(str(Path(package.__file__).parent) for package in (cpu_kv, offload_rt))
+OURS = (*cpu_kv.__path__, *offload_rt.__path__)
 CONFIGS = ("plain", "lookup", "retrieval", "triforce", "trees")
 LINKS: dict[str, Callable[[], Link | None]] = {
     "in place": lambda: None,

@@ -188,7 +188,12 @@ def test_a_sequence_given_up_while_chunks_are_chosen(
         stream = llm.stream(PROMPT, PARAMS)
         next(stream)
         (sequence,) = llm.engine.sequences
-        cancelled = threading.Thread(target=lambda: choosing.wait(10) and sequence.full.cancel())
+
+        def cancel() -> None:
+            if choosing.wait(10):
+                sequence.full.cancel()
+
+        cancelled = threading.Thread(target=cancel)
         cancelled.start()
         with pytest.raises(PassCancelled):
             list(stream)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from emulated.gpu import EMULATED, GPUS
 from support.small_engine import CUDA, engine_overrides, place
-from support.tiny_models import byte_ids, random_model
+from support.tiny_models import byte_ids, random_model, to
 from torch import Tensor
 
 from cpu_kv import CudaLink, KVLayout, PagedKVStore, PlainPages, TransferEngine, cuda_link
@@ -67,7 +67,7 @@ def engine_of_32_layers(
     sizes = engine_overrides(ahead=0, refresh_from=refresh_from) | {"store.code": code}
     sizes |= {"store.page": PAGE, "store.slab_tokens": 512, "store.segment_bytes": segment_bytes}
     sizes |= {"retrieval.refresh": refresh}
-    target = target.to(CUDA, torch.bfloat16)
+    target = to(target, CUDA, torch.bfloat16)
     piece_bytes, cuda_link.PIECE_BYTES = cuda_link.PIECE_BYTES, segment_bytes // PIECES
     try:
         with LLM.from_models(target, config="retrieval", overrides=sizes, link=CudaLink(CUDA)) as llm:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache, partial
 from importlib.util import find_spec
@@ -28,6 +28,7 @@ from support.tiny_models import (
     byte_ids,
     local_model,
     noisy_copy,
+    to,
     transformers_greedy,
 )
 from torch import Tensor
@@ -40,7 +41,7 @@ from offload_rt.caches.prompt_writer import PromptWriter
 from offload_rt.caches.sizes import MOST_POINTS
 from offload_rt.caches.tiers import Tail
 from offload_rt.commands import cli
-from offload_rt.engine.prefill import LAST_READ
+from offload_rt.engine.prefill import LAST_PORTION
 from offload_rt.text.chat import with_question
 
 COUNT = 20
@@ -81,7 +82,7 @@ RETRIEVED, STREAMING = (
     {"model": "draft", "cache": "streaming"},
 )
 SEQUENCES = RETRIEVED | {"draft": "sequences:2"}
-SHAPES: dict[str, tuple[str, Mapping[str, object]]] = {
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lookup": ("lookup", {}),
     "retrieval": ("retrieval", {}),
     "triforce": ("triforce", {}),
@@ -336,8 +337,8 @@ def test_memory_that_is_short_where_a_prefill_begins(monkeypatch: pytest.MonkeyP
 
 
 def test_another_end_of_a_prompt_is_all_that_is_read() -> None:
-    arch, end = "qwen3.5", LAST_READ + 40
-    prompt = byte_ids(3 * LAST_READ)
+    arch, end = "qwen3.5", LAST_PORTION + 40
+    prompt = byte_ids(3 * LAST_PORTION)
     other = [*prompt[:-30], *OTHER[:30]]
     with open_llm(arch, "plain") as llm:
         context = llm.read(prompt)
@@ -365,7 +366,7 @@ def test_what_an_owner_has_put_in_the_place_of_a_mixers_forward_stays() -> None:
 @pytest.mark.parametrize("arch", ["gemma3", "qwen3.5"])
 def test_tokens_over_tiers_of_a_gpu(arch: str) -> None:
     given = engine_overrides(resident_tokens=2 * PAGE, cpu_tokens=PAGE, ahead=2) | {"streaming.window": 12}
-    target, draft = (model.to(CUDA) for model in map(deepcopy, pair(arch)))
+    target, draft = (to(model, CUDA) for model in map(deepcopy, pair(arch)))
     with LLM.from_models(target, draft, config="triforce", overrides=given, link=link_to(CUDA)) as llm:
         context = llm.read(TEXT[:100])
         assert sum(map(bool, context.placement.values())) >= 3
@@ -377,7 +378,7 @@ def test_tokens_over_tiers_of_a_gpu(arch: str) -> None:
 @pytest.mark.gpu
 def test_kernels_that_recurrent_layers_lack_on_a_gpu_are_named() -> None:
     logging.warning_once.cache_clear()  # transformers says it once in a process
-    with LLM.from_models(deepcopy(pair("qwen3.5")[0]).to(CUDA), config="lookup", link=link_to(CUDA)) as llm:
+    with LLM.from_models(to(deepcopy(pair("qwen3.5")[0]), CUDA), config="lookup", link=link_to(CUDA)) as llm:
         told = [notice for notice in llm.generate([1], PARAMS).notices if "pip install" in notice]
     if find_spec("fla") is None:
         assert len(told) == 1 and "flash-linear-attention" in told[0]
@@ -431,6 +432,6 @@ def test_an_answer_has_the_tokens_of_generate(arch: str, tmp_path: Path) -> None
     given = ["--model", str(tmp_path), "--file", str(tmp_path / "book.txt"), "--json", str(tmp_path / "out")]
     assert cli.main(["ask", *given, "--config", "lookup", "-n", "8", "--temperature", "0", "Who is it?"]) == 0
     messages = with_question([user(BOOK)], "Who is it?")
-    prompt = chat.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    encoded: Any = chat.apply_chat_template(messages, add_generation_prompt=True)
     answered = json.loads((tmp_path / "out").read_text())["tokens"]
-    assert answered == transformers_greedy(model, prompt, 8)
+    assert answered == transformers_greedy(model, encoded["input_ids"], 8)

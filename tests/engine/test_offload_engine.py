@@ -93,7 +93,10 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
     expected: dict[RetrievalRefresh, RetrievedCache] = {}
 
     def begun(cache: RetrievedCache) -> bool:
-        queries, before = cache._wanted, deepcopy(cache._spare)  # what it holds already is not taken again
+        queries, before = (
+            cache._next_pass_queries,
+            deepcopy(cache._spare),
+        )  # what it holds already is not taken again
         begun = begin(cache)
         if begun:
             refill = cache._running
@@ -123,7 +126,9 @@ def test_a_refresh_from_the_stream_selects_what_a_separate_pass_would(
         assert torch.equal(refill.buffer.kv[:, :, :, :entries], separate.kv[:, :, :, :entries])
         assert separate.quantized == refill.layout.quantized > 0 or bits == 16
         for layer in range(cache._layout.layers if separate.quantized else 0):
-            pair = (one.buffer.quantized.layer(layer).first(separate.quantized) for one in (refill, separate))
+            filled, wanted = refill.buffer.quantized, separate.buffer.quantized
+            assert filled is not None and wanted is not None
+            pair = (one.layer(layer).first(separate.quantized) for one in (filled, wanted))
             assert all(map(torch.equal, *pair))
         rest = slice(refill.buffer.mean_slots - refill.layout.means, refill.buffer.mean_slots)
         assert torch.equal(refill.buffer.memory[:, :, :, rest], separate.buffer.memory[:, :, :, rest])
@@ -349,6 +354,7 @@ def test_a_sequence_is_planned_for_what_one_that_is_closed_held(
                     context.generate((), SHORT)
                     (sequence,) = llm.engine.sequences
                     (retrieved,) = sequence.full.derived
+                    assert isinstance(retrieved, RetrievedCache)
                     held.append(sequence.full)
                     assert sequence.full.resident_bytes > 0
                     buffers = [weakref.ref(buffer) for buffer in retrieved.buffers]

@@ -11,8 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.small_engine import CPU, CUDA, PAGE, PROMPT, SIZES, engine_overrides, link_to, other_gpu, place
-from support.tiny_models import noisy_copy, tiny_target
+from support.small_engine import (
+    CPU,
+    CUDA,
+    PAGE,
+    PROMPT,
+    SIZES,
+    engine_overrides,
+    link_to,
+    other_gpu,
+    place,
+    tier_keys,
+)
+from support.tiny_models import noisy_copy, tiny_target, to
 
 from cpu_kv import KVLayout
 from offload_rt import LLM, Context, SamplingParams, UsageError
@@ -25,14 +36,13 @@ GREEDY, HOT = SamplingParams(max_tokens=12), SamplingParams(max_tokens=8, temper
 
 
 def opened(device: torch.device, config: str, code: str, shares: Tiers) -> LLM:
-    target = tiny_target("llama-gqa").to(torch.bfloat16)
+    target = to(tiny_target("llama-gqa"), torch.bfloat16)
     draft = noisy_copy(target)
-    tokens = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens, "ahead": 0}
     llm = LLM.from_models(
-        target.to(device),
-        draft.to(device),
+        to(target, device),
+        to(draft, device),
         config=config,
-        overrides=engine_overrides(**tokens) | {"store.code": code},
+        overrides=engine_overrides(ahead=0, **tier_keys(shares)) | {"store.code": code},
         link=link_to(device),
         other_links=[link_to(other_gpu(device)) for _ in shares.gpus],
     )
@@ -90,7 +100,7 @@ def gap(text: list[int], one: int, other: int) -> float:
 
 def test_in_place_too(tmp_path: Path) -> None:
     """Attended as they lie; a saved context is as if never saved, whatever form its pages had."""
-    target, path = tiny_target("llama-gqa").to(torch.bfloat16), tmp_path / "a.safetensors"
+    target, path = to(tiny_target("llama-gqa"), torch.bfloat16), tmp_path / "a.safetensors"
 
     def make(code: str, page: int = PAGE) -> LLM:
         given = SIZES | {"store.code": code, "store.page": page}
@@ -115,7 +125,7 @@ def test_in_place_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("load", ["packed", "raw"])
 def test_pages_that_cannot_be_packed_are_saved_as_they_are(load: str, tmp_path: Path) -> None:
     """Also in a file of packed ones, and where a file is loaded in part."""
-    target, path = tiny_target("llama-gqa").to(torch.bfloat16), tmp_path / "a.safetensors"
+    target, path = to(tiny_target("llama-gqa"), torch.bfloat16), tmp_path / "a.safetensors"
     with LLM.from_models(target, config="plain", overrides=SIZES | {"store.code": "packed"}) as llm:
         context = llm.read(PROMPT)
         kv = llm.engine.sequences[0].full.sequence

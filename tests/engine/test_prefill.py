@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ def check_store(cache: FullCache, expected: DynamicCache, length: int) -> None:
     keys, values = cache.transfer.read(0, length).unbind(1)
     summaries = cache.sequence.summaries
     assert summaries is not None
-    for number, layer in enumerate(expected.layers):
+    layers: list[Any] = expected.layers
+    for number, layer in enumerate(layers):
         torch.testing.assert_close(keys[number], layer.keys[0], rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(values[number], layer.values[0], rtol=0, atol=TOLERANCE)
         means = layer.keys[0, :, : length // 8 * 8].unflatten(1, (-1, 8)).mean(2)
@@ -70,6 +72,7 @@ def test_the_store_holds_transformers_kv(arch: str, link: str, outputs: bool) ->
         with empty_cache(model, made) as cache:
             found = prefill(model, cache, tokens, chunk, outputs=outputs)
             check_store(cache, kv, length)
+            assert cache.last_queries is not None
             assert cache.last_queries.shape[:2] == (model.layers, model.heads)
             assert 1 <= cache.last_queries.shape[2] <= LAST_QUERIES
             if not outputs:
@@ -88,6 +91,7 @@ def test_the_last_queries_are_those_of_the_last_tokens() -> None:
     with empty_cache(model, CpuLink()) as cache, empty_cache(model, CpuLink()) as other:
         prefill(model, cache, tokens, 64)
         prefill(model, other, tokens[:-1], 64)
+        assert cache.last_queries is not None and other.last_queries is not None
         # Layer 0 sees nothing but its token and its position.
         whole, shorter = cache.last_queries[0], other.last_queries[0]
         torch.testing.assert_close(whole[:, :-1], shorter[:, 1:], rtol=0, atol=TOLERANCE)

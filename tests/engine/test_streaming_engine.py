@@ -37,8 +37,8 @@ from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.selection import AttentionScores
 from offload_rt.caches.sizes import Tiers
 from offload_rt.config.files import config_names
+from offload_rt.drafting.base import Round
 from offload_rt.engine import batching as scheduler
-from offload_rt.engine.decode import Round
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.cuda_graphs import GraphedModel
@@ -184,10 +184,11 @@ def test_what_is_retrieved_is_the_sequences(device: torch.device, shares: Tiers,
             pass
         (sequence,) = llm.engine.sequences
         (cache,) = sequence.full.derived
+        assert isinstance(cache, RetrievedCache)
         sequence.full.transfer.flush()
-        sequence = sequence.full.sequence
-        for layer in range(sequence.layout.layers):
-            runs = sequence.views(layer, 0, sequence.length)
+        kv = sequence.full.sequence
+        for layer in range(kv.layout.layers):
+            runs = kv.views(layer, 0, kv.length)
             for side, held in enumerate(cache.kv[layer]):
                 text = torch.cat([pages.head_major()[side] for pages in runs], dim=1)
                 own = held[:, : cache.entries].cpu()
@@ -207,7 +208,12 @@ def test_the_same_is_retrieved_wherever_tokens_are_attended(
     Later passes differ: whose share of another place was whose is not known (`summed_mass`).
     """
     used, use = list[RetrievalRefresh](), RetrievedCache._use
-    monkeypatch.setattr(RetrievedCache, "_use", lambda cache, one: (used.append(one), use(cache, one)))
+
+    def noted(cache: RetrievedCache, one: RetrievalRefresh) -> None:
+        used.append(one)
+        use(cache, one)
+
+    monkeypatch.setattr(RetrievedCache, "_use", noted)
     ends = [shares.resident_tokens, shares.cpu_tokens]
     ends += [card.tokens for card in shares.gpus]
     ends = [min(144, sum(ends[: at + 1])) for at in range(len(ends))]

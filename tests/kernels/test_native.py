@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -298,7 +299,11 @@ def test_a_backend_says_how_many_threads(kernel: native.Kernel, monkeypatch: pyt
     teams: list[int] = []
 
     def record(entry: Callable[..., None]) -> Callable[..., None]:
-        return lambda call: (teams.append(call._obj.threads), entry(call))[1]
+        def recorded(call: Any) -> None:
+            teams.append(call._obj.threads)
+            entry(call)
+
+        return recorded
 
     monkeypatch.setattr(kernel, "_entry", {dtype: record(entry) for dtype, entry in kernel._entry.items()})
     parts = drawn(1, 2, 30, 16, torch.float32)
@@ -359,8 +364,16 @@ extern "C" long offload_rt_sizeof(const char* name) {
     return 0;
 }
 """
-STRUCTURES = (native._Pages, native._PackedShape, native._PackedPages, native._Quantized, native._Quantize)
-STRUCTURES += (native._Call, native._PackedCall, native._QuantizedCall)
+STRUCTURES: list[type[ctypes.Structure]] = [
+    native._Pages,
+    native._PackedShape,
+    native._PackedPages,
+    native._Quantized,
+    native._Quantize,
+    native._Call,
+    native._PackedCall,
+    native._QuantizedCall,
+]
 SIZES = ", ".join(f'{{"{one.__name__.lstrip("_")}", {ctypes.sizeof(one)}}}' for one in STRUCTURES)
 STAND_IN = STAND_IN.replace("SIZES", SIZES)
 """A kernel that is compiled in no time."""

@@ -19,7 +19,7 @@ import torch
 from emulated import cuda as emulated_cuda
 from emulated.gpu import EMULATED
 from support.small_engine import CUDA, engine_overrides, place
-from support.tiny_models import byte_ids, noisy_copy, tiny_target
+from support.tiny_models import byte_ids, noisy_copy, tiny_target, to
 
 import cpu_kv
 import offload_rt
@@ -31,7 +31,8 @@ from offload_rt.attention.mass import Sample
 from offload_rt.caches.sizes import Tiers
 from offload_rt.engine import engine
 from offload_rt.kernels import operators
-from offload_rt.kernels.quantized import GROUP, QuantizedKV
+from offload_rt.kernels.quantized import QuantizedKV
+from offload_rt.kernels.sizes import GROUP
 from offload_rt.machine import inventory
 
 triton = pytest.importorskip("triton", reason="needs the compiler of Triton, which is not installed")
@@ -151,7 +152,11 @@ Run = dict[tuple[str, str], Variant]
 def runs() -> dict[str, Run]:
     """Variants by run: of an engine for each shape, and of the check that comes before the first use."""
     launches, codec = Launches(), PageCodec()
-    plain_of_pages = {"encode": codec.encode, "decode": codec.decode, "take": codec.take}
+    plain_of_pages: dict[str, Callable[..., Any]] = {
+        "encode": codec.encode,
+        "decode": codec.decode,
+        "take": codec.take,
+    }
     found: dict[str, Run] = {}
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -196,7 +201,7 @@ def generate(shape: Shape) -> None:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
     }
-    target = tiny_target(**sizes).to(shape.dtype)
+    target = to(tiny_target(**sizes), shape.dtype)
     page_bytes = PAGE * 2 * shape.kv_heads * shape.head_dim * 2
     overrides = engine_overrides() | {
         "store.page": PAGE,
@@ -207,7 +212,7 @@ def generate(shape: Shape) -> None:
         "speculation.gamma2": 10,  # queries of a key head in tiles of 16, 32 and 64
     }
     draft = noisy_copy(target)
-    given = target.to(CUDA), draft.to(CUDA)
+    given = to(target, CUDA), to(draft, CUDA)
     with LLM.from_models(*given, config="triforce", overrides=overrides, link=CudaLink(CUDA)) as llm:
         place(llm, Tiers(PAGE, PAGE))
         llm.generate(byte_ids(6 * PAGE), SamplingParams(max_tokens=4))

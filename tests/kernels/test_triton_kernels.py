@@ -155,8 +155,8 @@ def test_chosen_tokens_of_packed_pages(
         expected = torch.empty(runs, 4, shape.head_dim, dtype=torch.bfloat16)
         PageCodec().take(shape, packed, side, page, head, 4 * token, expected)
         found = torch.empty_like(expected, device=DEVICE)
-        places = (one.to(DEVICE) for one in (page, head, 4 * token))
-        triton_pages.take(shape, packed.to(DEVICE), side, *places, found)
+        pages_there, heads_there, tokens_there = (one.to(DEVICE) for one in (page, head, 4 * token))
+        triton_pages.take(shape, packed.to(DEVICE), side, pages_there, heads_there, tokens_there, found)
         assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
 
 
@@ -343,8 +343,9 @@ def test_quantising(dtype: torch.dtype, bits: int, groups: int, dim: int, seed: 
     entries[..., 5] = 0.5
     memory = QuantizedKV.empty(KVLayout(2, heads, dim, dtype), 4 * GROUP, bits, torch.device(DEVICE))
     found, wanted = (memory.layer(at).first(tokens) for at in range(2))
-    triton_operators.quantize_(*entries, *found)
-    operators.quantize_(*entries, *wanted)
+    keys, values = entries
+    triton_operators.quantize_(keys, values, *found)
+    operators.quantize_(keys, values, *wanted)
     if DEVICE == "cuda":
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     sides = zip(
@@ -375,10 +376,10 @@ def test_quantising_chunks(dtype: torch.dtype, chunk: int, dim: int, seed: int) 
     places = torch.randperm(heads * tokens // chunk, generator=torch.Generator().manual_seed(seed))[:5].to(
         device
     )
-    given = draw(2, len(places), chunk + 3, dim + 16, dtype=dtype)[:, :, 3:, :dim]
+    keys, values = draw(2, len(places), chunk + 3, dim + 16, dtype=dtype)[:, :, 3:, :dim]
     head, slot = places // (tokens // chunk), places % (tokens // chunk)
-    triton_operators.quantize_chunks_(*given, head, slot, *found)
-    operators.quantize_chunks_(*given, head, slot, *wanted)
+    triton_operators.quantize_chunks_(keys, values, head, slot, *found)
+    operators.quantize_chunks_(keys, values, head, slot, *wanted)
     if DEVICE == "cuda":
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     sides = zip(*(layer.dequantized(torch.float32) for layer in (found, wanted)), strict=True)

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +16,7 @@ from support.machine_cases import HEALTHY, assert_positive, changed
 
 from offload_rt.commands import cli
 from offload_rt.errors import UsageError
-from offload_rt.machine import inspection, measuring
+from offload_rt.machine import inspection, inventory, measuring
 from offload_rt.machine.inspection import Report, inspect
 from offload_rt.machine.recommendations import recommendations
 from offload_rt.system.hardware import GIB
@@ -31,12 +32,10 @@ def become(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Become:
     def become(changes: dict[str, object]) -> None:
         machine = changed(HEALTHY, changes)
         for part in ("host", "gpus", "versions"):
-            monkeypatch.setattr(
-                inspection.inventory, f"read_{part}", lambda part=part: getattr(machine, part)
-            )
+            monkeypatch.setattr(inventory, f"read_{part}", lambda part=part: getattr(machine, part))
 
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
-    monkeypatch.setattr(inspection.inventory, "lockable_memory", lambda host: host.available_bytes)
+    monkeypatch.setattr(inventory, "lockable_memory", lambda host: host.available_bytes)
     monkeypatch.setattr(inspection, "no_cuda_device", lambda: None)
     become({})
     return become
@@ -56,7 +55,7 @@ def test_it_is_measured_once_unless_asked_again(measure: Mock, monkeypatch: pyte
     first = inspect()
     assert first.hardware == HEALTHY.hardware and first.links == HEALTHY.links
     assert inspect() == first and measure.call_count == 1
-    monkeypatch.setattr(inspection.os, "getloadavg", lambda: (7.25, 0.0, 0.0))
+    monkeypatch.setattr("os.getloadavg", lambda: (7.25, 0.0, 0.0))
     assert inspect(refresh=True).load_average == inspect().load_average == 7.25
     assert measure.call_count == 2
 
@@ -72,7 +71,12 @@ def test_who_comes_while_another_measures_takes_what_it_finds(
     with (tmp_path / "measuring.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         read = inspection._load
-        monkeypatch.setattr(inspection, "_load", lambda name: (began.set(), read(name))[1])
+
+        def load(name: str) -> Any:
+            began.set()
+            return read(name)
+
+        monkeypatch.setattr(inspection, "_load", load)
         waiting = threading.Thread(target=lambda: other.append(inspect()))
         waiting.start()
         assert began.wait(10) and not other
@@ -152,7 +156,7 @@ def test_a_machine_without_a_gpu_is_measured(become: Become, tiny: None) -> None
     become({"gpus": ()})
     report = inspect()
     assert_positive(report.hardware.host)
-    assert report.hardware.gpus == report.links == report.notices == ()
+    assert (*report.hardware.gpus, *report.links, *report.notices) == ()
     assert inspect() == report
 
 

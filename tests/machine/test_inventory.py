@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from support.machine_cases import HEALTHY, NVMLError, use_driver
@@ -66,7 +67,7 @@ def test_the_host_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.threads == torch.get_num_threads()
     monkeypatch.setattr(inventory, "load_kernel", lambda: None)
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(inventory.shutil, "which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     assert inventory.native_kernel() == "no compiler"
     monkeypatch.setenv("CXX", "/bin/false")
     assert inventory.native_kernel() == "build failed"
@@ -82,7 +83,7 @@ def test_a_containers_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert (memory.total_memory(), memory.available_memory()) == (2**30, 2**29)
     for unlimited in ("max", str(2**62)):  # in version 2 and in version 1
         limit.write_text(unlimited)
-        assert memory.total_memory() == memory.psutil.virtual_memory().total
+        assert memory.total_memory() == psutil.virtual_memory().total
 
 
 def use_slabs(monkeypatch: pytest.MonkeyPatch, refused: Callable[[int], bool]) -> Mock:

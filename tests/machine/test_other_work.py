@@ -38,19 +38,19 @@ def test_work_that_began_after_this_program_is_told_of(monkeypatch: pytest.Monke
     machine = Machine(monkeypatch, load=0.1)
     other = OtherWork()
     machine.works(10, own=10, others=1, elsewhere=10)
-    assert other.told() is None, "its own work, a little of others, and that on other cores"
+    assert other.note() is None, "its own work, a little of others, and that on other cores"
     machine.works(10, own=5, others=10)
-    assert other.told() == "other work slows it down: it took 28% of the time of 2 cores meanwhile"
+    assert other.note() == "other work slows it down: it took 28% of the time of 2 cores meanwhile"
     other.restart()
-    assert other.told() is None
+    assert other.note() is None
     machine.works(0.5, own=0, others=0.5)
-    assert other.told() is None, "too short to know"
+    assert other.note() is None, "too short to know"
     machine.works(4.5, own=0, others=4.5)
-    assert other.told() == "other work slows it down: it took 50% of the time of 2 cores meanwhile"
+    assert other.note() == "other work slows it down: it took 50% of the time of 2 cores meanwhile"
 
 
 def test_work_before_this_program_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(monkeypatch, load=3.0)
-    assert OtherWork().told() is None
+    assert OtherWork().note() is None
     Machine(monkeypatch, load=3.1)
-    assert OtherWork().told() == "other work slows it down: the load average was 3.1 on 2 cores before it"
+    assert OtherWork().note() == "other work slows it down: the load average was 3.1 on 2 cores before it"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import byte_ids, local_model, tiny_target
+from support.tiny_models import byte_ids, local_model, tiny_target, to
 from torch import Tensor
 
 from offload_rt.attention.sums import Softmax
@@ -42,8 +42,9 @@ def through_modules(block: Any, hidden: Tensor, cosines: Tensor, sines: Tensor) 
         left, right = heads[at].chunk(2, dim=-1)
         heads[at] = heads[at] * cosines + torch.cat([-right, left], dim=-1) * sines
     out = ValuesAlone().attend(0, heads[0][0], heads[1][0], heads[2][0], Softmax(1.0))
-    hidden = hidden + attention.o_proj(out.transpose(0, 1).flatten(1)[None])
-    return hidden + block.mlp(block.post_attention_layernorm(hidden))
+    mixed: Tensor = hidden + attention.o_proj(out.transpose(0, 1).flatten(1)[None])
+    result: Tensor = mixed + block.mlp(block.post_attention_layernorm(mixed))
+    return result
 
 
 @torch.inference_mode()
@@ -51,7 +52,7 @@ def through_modules(block: Any, hidden: Tensor, cosines: Tensor, sines: Tensor) 
 @pytest.mark.parametrize("arch", ["llama-gqa", "qwen2", "qwen3", "mistral"])
 def test_layers_are_as_exact_as_their_modules(arch: str, dtype: torch.dtype) -> None:
     """At most twice the modules' error."""
-    module = tiny_target(arch).to(dtype)
+    module = to(tiny_target(arch), dtype)
     for name, parameter in module.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))

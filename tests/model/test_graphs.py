@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.recording import RecordingCapture
 from support.reference_attention import ReferenceBackend
 from support.small_engine import CUDA, SIZES
-from support.tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target
+from support.tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target, to
 from torch import Tensor
 
 from cpu_kv import PacedLink, SlabAllocator
@@ -120,8 +120,8 @@ def twins(
     arch: str, capture: RecordingCapture, dtype: torch.dtype = torch.float32
 ) -> tuple[Walk, Walk, GraphedModel]:
     """The same model with and without graphs, each over a cache of its own."""
-    plain = TorchModel(tiny_target(arch).to(dtype), arch)
-    graphed = GraphedModel(tiny_target(arch).to(dtype), arch, no_notice, capture)
+    plain = TorchModel(to(tiny_target(arch), dtype), arch)
+    graphed = GraphedModel(to(tiny_target(arch), dtype), arch, no_notice, capture)
     return Walk(plain, streaming_cache(plain)), Walk(graphed, streaming_cache(graphed)), graphed
 
 
@@ -136,7 +136,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
 @torch.inference_mode()
 def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolerance: float) -> None:
     """Over a cache that is empty, filling, full and turned over, with speculation behind its entries."""
-    model = CausalModel(tiny_target(arch).to(dtype), arch)
+    model = CausalModel(to(tiny_target(arch), dtype), arch)
     backend = ReferenceBackend() if dtype == torch.float64 else TorchCpuBackend()
     sliced, fixed = streaming_cache(model, backend), streaming_cache(model, backend)
     pages = torch.randn(*sliced.kv.shape[:3], PAGES, model.head_dim, dtype=dtype)
@@ -215,7 +215,7 @@ def test_a_replay_computes_what_the_pass_would(arch: str, steps: list[Step]) -> 
     capture = RecordingCapture()
     plain, graphed, model = twins(arch, capture)
     model.RARE = 0
-    plans = [None] * 3
+    plans: list[LayerOrder | None] = [None] * 3
     if arch in ("llama-gqa", "qwen3"):
         plans[1:] = (model.layer_order(text) for text in ("skip:1", "skip:0m"))
     results: list[tuple[Tensor, Tensor]] = []
@@ -333,7 +333,7 @@ def test_graphs_leave_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
             captured.append(1)
             return super().__call__(step)
 
-    model = GraphedModel(tiny_target("llama").to(device), "llama", no_notice, Counted(device))
+    model = GraphedModel(to(tiny_target("llama"), device), "llama", no_notice, Counted(device))
     walk = Walk(model, streaming_cache(model, choose_backend(device)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 2**34))
     recurring = GraphedModel.RARE + 1
@@ -446,7 +446,7 @@ def test_a_model_knows_whether_a_pass_runs(monkeypatch: pytest.MonkeyPatch) -> N
     """A model of an engine: nothing is captured beside its passes over the full cache."""
     known: list[bool] = []
     run = PassThread._run
-    with LLM.from_models(tiny_target("llama").to(CUDA), config="retrieval", overrides=SIZES) as llm:
+    with LLM.from_models(to(tiny_target("llama"), CUDA), config="retrieval", overrides=SIZES) as llm:
         model = llm.engine.target
         assert isinstance(model, GraphedModel)
 
@@ -563,10 +563,15 @@ def test_cuda_graphs(arch: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     """Against the passes as they come; bfloat16 to what another order of sums may do."""
     device, captured = torch.device("cuda"), list[object]()
     capture = CudaCapture.__call__
-    monkeypatch.setattr(CudaCapture, "__call__", lambda *given: (captured.append(given), capture(*given))[1])
+
+    def noted(*given: Any) -> Any:
+        captured.append(given)
+        return capture(*given)
+
+    monkeypatch.setattr(CudaCapture, "__call__", noted)
     backend = choose_backend(device)
-    plain = CausalModel(tiny_target(arch).to(device, dtype), arch)
-    model = GraphedModel(tiny_target(arch).to(device, dtype), arch, no_notice)
+    plain = CausalModel(to(tiny_target(arch), device, dtype), arch)
+    model = GraphedModel(to(tiny_target(arch), device, dtype), arch, no_notice)
     walks = Walk(plain, streaming_cache(plain, backend)), Walk(model, streaming_cache(model, backend))
     text, at = byte_ids(400), 0
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2

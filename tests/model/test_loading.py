@@ -23,6 +23,7 @@ from support.tiny_models import (
     real_text,
     tiny_draft,
     tiny_target,
+    to,
     transformers_greedy,
 )
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
@@ -135,7 +136,7 @@ def overwrite(folder: Path, data: bytes, name: str = WEIGHTS) -> None:
 
 def add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Or takes away, where there is none."""
-    held = load_file(folder / WEIGHTS) | tensors
+    held = {**load_file(folder / WEIGHTS), **tensors}
     kept = {name: tensor for name, tensor in held.items() if tensor is not None}
     save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
 
@@ -324,7 +325,7 @@ def test_auto_by_the_config_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(native, "load_kernel", lambda: SimpleNamespace(bfloat16_dots=True))
-    tiny_target("llama").to(dtype).save_pretrained(tmp_path)
+    to(tiny_target("llama"), dtype).save_pretrained(tmp_path)
     with LLM(tmp_path, config="plain", device="cpu") as llm:
         assert llm.engine.target.dtype == (dtype if dtype == torch.bfloat16 else torch.float32)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from huggingface_hub import constants
@@ -185,8 +185,8 @@ def test_without_a_cache_there_is_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_
 # The draft of `auto`.
 
 
-def draft(name: str) -> Any:
-    return SimpleNamespace(name=name, shape=name)
+def draft(name: str) -> LocalModel:
+    return cast(LocalModel, SimpleNamespace(name=name, shape=name))
 
 
 def planned(times: dict[Any, float | str]) -> Callable[[Any], Any]:

@@ -17,10 +17,11 @@ from support.tiny_models import (
     random_model,
     tiny_draft,
     tiny_target,
+    to,
     transformers_greedy,
 )
 from torch import Tensor
-from transformers import LlamaModel, PreTrainedModel
+from transformers import LlamaConfig, LlamaModel, PreTrainedModel
 
 from cpu_kv import CopyFailed
 from offload_rt import LLM, SamplingParams
@@ -61,6 +62,7 @@ class ScaledLlamaModel(LlamaModel):
 
 def scaled_embeddings() -> PreTrainedModel:
     model = tiny_target("llama")
+    assert isinstance(model.config, LlamaConfig)
     body = ScaledLlamaModel(model.config)
     body.load_state_dict(model.model.state_dict())
     model.model = body
@@ -131,7 +133,7 @@ def test_refused_by_name_and_left_as_found(make: Any, message: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_taken(arch: str, dtype: torch.dtype) -> None:
-    model = CausalModel(tiny_target(arch).to(dtype), arch)
+    model = CausalModel(to(tiny_target(arch), dtype), arch)
     assert (model.vocabulary, model.layers, model.head_dim, model.dtype) == (256, 2, 16, dtype)
 
 
@@ -363,7 +365,7 @@ def test_the_last_runner_of_a_model_leaves_it_as_it_was_given(attention: str, fi
 
 def test_a_model_generates_by_itself_while_it_is_open() -> None:
     """Beside our passes, and of several padded sequences, for which transformers makes masks."""
-    model = tiny_target("llama-gqa")
+    model: Any = tiny_target("llama-gqa")
     padded = torch.tensor([byte_ids(20), [0] * 8 + byte_ids(12)])
     given = {"input_ids": padded, "attention_mask": (torch.arange(20) >= torch.tensor([[0], [8]])).long()}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.small_engine import SIZES
-from support.tiny_models import byte_ids, tiny_target
+from support.tiny_models import byte_ids, tiny_target, to
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
@@ -76,7 +76,8 @@ def test_tokens_and_logits_across_the_border(model_type: str, drafts: str) -> No
     """In passes of one token, of several, and in a prefill in pieces."""
     model, prompt = _model(model_type), byte_ids(BORDER - 9)
     ids = torch.tensor([prompt])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
+    generate: Any = model.generate
+    expected = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
     with LLM.from_models(model, config=drafts, overrides=SIZES | {"prefill.chunk": 16}) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=1)
         result = llm.generate(prompt, params)
@@ -87,33 +88,35 @@ def test_tokens_and_logits_across_the_border(model_type: str, drafts: str) -> No
 class _Clamped(LlamaMLP):
     """Differs from Llama's for large values only."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=1e6) * self.up_proj(x))
 
 
 class _ClampedInPlace(LlamaMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x).clamp_(max=1e6)) * self.up_proj(x))
+    def forward(self, x: Tensor) -> Any:
+        gate = self.gate_proj(x)
+        gate.clamp_(max=1e6)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
 
 
 class _Branching(LlamaMLP):
     """Looks at a value."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return super().forward(x * 2 if float(x.max()) > 1e6 else x)
 
 
 class _OfLength(LlamaMLP):
     """Differs for a single token only."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return super().forward(x) * (1.0 if x.shape[1] > 1 else 1.0 + 1e-6)
 
 
 class _Swapped(LlamaMLP):
     """The same product, with its factors in the other order."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.down_proj(self.up_proj(x) * self.act_fn(self.gate_proj(x)))
 
 
@@ -124,7 +127,7 @@ class _GrowingQueries(nn.Linear):
 class _LatePositions(LlamaAttention):
     """Adds positions that a probe of a few early tokens never has."""
 
-    def forward(self, hidden_states: Tensor, **given: Any) -> Any:  # type: ignore[override]
+    def forward(self, hidden_states: Tensor, **given: Any) -> Any:
         late = (given["position_ids"] > 10**6).to(hidden_states.dtype)
         return super().forward(hidden_states + late[..., None], **given)
 
@@ -132,7 +135,7 @@ class _LatePositions(LlamaAttention):
 class _PastLength(LlamaAttention):
     """Asks its cache how long it is."""
 
-    def forward(self, hidden_states: Tensor, **given: Any) -> Any:  # type: ignore[override]
+    def forward(self, hidden_states: Tensor, **given: Any) -> Any:
         past = given[CACHE_ARGUMENT].get_seq_length(self.layer_idx)
         return super().forward(hidden_states + (past > 10**6), **given)
 
@@ -164,17 +167,20 @@ class _OtherNorm(LlamaRMSNorm):
 )
 def test_a_native_layer_stands_for_its_operations_only(part: str, kind: type, native: bool) -> None:
     """Whatever a module does beside them, and for whichever input it shows."""
-    module = tiny_target("llama-gqa").to(torch.bfloat16)
+    module = to(tiny_target("llama-gqa"), torch.bfloat16)
     block = module.model.layers[1]
     block.get_submodule(part).__class__ = kind
     kinds = layer_kinds(module)
     open_model(module)
     try:
-        found = [dense_layer(layer, torch.bfloat16, kinds) for layer in module.model.layers]
+        found, *others = (  # for one token and for several, and with the results of both
+            [dense_layer(layer, torch.bfloat16, kinds) for layer in module.model.layers] for _ in range(3)
+        )
     finally:
         restore_model(module)
     assert isinstance(found[0], DenseLayer)
     assert isinstance(found[1], DenseLayer) == native
+    assert all([*map(type, again)] == [*map(type, found)] for again in others)
 
 
 def test_logits_that_are_not_the_models_at_late_positions_are_refused() -> None:

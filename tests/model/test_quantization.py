@@ -251,10 +251,9 @@ def test_heads_layer_plans_and_remote_blocks(folders: dict[str, Path], quantize:
     tables: list[dict[str, object]] = [
         {"model": "target", "cache": "retrieved", "layers": layers} for layers in ("skip:1m", "groups:2")
     ]
-    for config, overrides in (
-        ("heads", {"head.path": str(head)}),
-        *(("plain", {"speculation.levels": [table]}) for table in tables),
-    ):
+    cases: list[tuple[str, dict[str, object]]] = [("heads", {"head.path": str(head)})]
+    cases += [("plain", {"speculation.levels": [table]}) for table in tables]
+    for config, overrides in cases:
         with LLM.from_models(model, config=config, overrides=SIZES | overrides) as llm:
             result = llm.generate(PROMPT, PARAMS)
         assert result.tokens == expected

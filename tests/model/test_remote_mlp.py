@@ -20,7 +20,7 @@ from support.small_engine import (
     link_to,
     other_gpu,
 )
-from support.tiny_models import byte_ids, noisy_copy, tiny_target
+from support.tiny_models import byte_ids, noisy_copy, tiny_target, to
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -47,9 +47,9 @@ def test_a_spread_model_writes_what_a_whole_one_does(device: torch.device, confi
     # What is drawn depends on the length of drafts, which the plan chooses by where the weights are.
     overrides = engine_overrides(ahead=2) | {"speculation.gamma2": 4}
     written = []
-    for model in (whole.to(device), place_mlps(target, device, other, 1)):
+    for model in (to(whole, device), place_mlps(target, device, other, 1)):
         links: dict[str, Any] = {"link": link_to(device), "other_links": [link_to(other)]}
-        with LLM.from_models(model, draft.to(device), config=config, overrides=overrides, **links) as llm:
+        with LLM.from_models(model, to(draft, device), config=config, overrides=overrides, **links) as llm:
             context = llm.read(PROMPT)
             alone = again(context, sampled, config, overrides | {"offload.ahead": 0})
             written.append([again(context).tokens, alone.tokens])
@@ -146,7 +146,7 @@ def test_each_stream_has_one_of_its_own_there(device: torch.device) -> None:
     def computed(stream: torch.cuda.Stream) -> Tensor:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.inference_mode(), torch.cuda.stream(stream):
-            out = block(given)
+            out: Tensor = block(given)
         stream.synchronize()
         return out.cpu()
 

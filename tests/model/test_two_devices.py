@@ -11,7 +11,7 @@ import pytest
 import torch
 from emulated.gpu import DEFAULT_STREAMS, Piece, Stream
 from support.small_engine import CPU, CUDA, PROMPT, engine_overrides, link_to, other_gpu
-from support.tiny_models import byte_ids, noisy_copy, tiny_target
+from support.tiny_models import byte_ids, noisy_copy, tiny_target, to
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -109,7 +109,7 @@ def generated(
     keys = {"speculation.levels": [level], "offload.group_devices": devices}
     overrides = engine_overrides(refresh_from="store", ahead=0) | keys
     links: dict[str, Any] = {"link": link_to(device), "other_links": [link_to(other_gpu(device))]}
-    target, draft = copy.deepcopy(deep).to(device), copy.deepcopy(small).to(device)
+    target, draft = to(copy.deepcopy(deep), device), to(copy.deepcopy(small), device)
     given = draft if level["model"] == "draft" else None
     with LLM.from_models(target, given, config="retrieval", overrides=overrides, **links) as llm:
         second = llm.engine._second
@@ -147,7 +147,7 @@ def test_two_devices_write_what_one_does(
         "draft": draft,
     }
     if packed:
-        deep = copy.deepcopy(deep).to(torch.bfloat16)
+        deep = to(copy.deepcopy(deep), torch.bfloat16)
         level["calibrate"] = False  # layers in turn run by other kernels on one CPU, which round otherwise
     one, exchanges = generated(deep, small, device, level, 1)
     assert exchanges == 0 and not any(plan.remote for plan, _ in drafted)
@@ -166,12 +166,12 @@ def test_two_devices_write_what_one_does(
 def split_cache(model: CausalModel, second: SecondDevice, plan: LayerOrder, window: int) -> SplitCache:
     """An empty streaming cache on two devices."""
     model.remote_blocks.take(second, sorted(plan.remote))
-    parts = []
-    for on_second in (False, True):
+
+    def part(on_second: bool) -> StreamingCache:
         layers = [layer for layer in range(model.layers) if (layer in plan.remote) == on_second]
-        seen = ModelLayers.of(model, layers, second if on_second else None)
-        parts.append(whole_cache(seen, window))
-    return SplitCache(*parts, second, plan.remote, model.layers)
+        return whole_cache(ModelLayers.of(model, layers, second if on_second else None), window)
+
+    return SplitCache(part(False), part(True), second, plan.remote, model.layers)
 
 
 def whole_cache(model: Any, window: int) -> StreamingCache:
@@ -222,7 +222,7 @@ def test_kv_is_exact_on_both_devices_after_calibration(deep: PreTrainedModel, sm
         assert isinstance(model, CausalModel) and isinstance(cache, SplitCache) and count > len(PROMPT)
         exact = whole_cache(model, 200)
         logits_of(model, exact, [*PROMPT, *result.tokens][:count], None)
-        for part, layers in ((cache.home, [0, 1, 3, 6]), (cache.there, [2, 4, 5])):
+        for part, layers in ((cache.home, [0, 1, 3, 6]), (cache.away, [2, 4, 5])):
             assert sorted(cache.remote) == [2, 4, 5] and part.verified_length == count
             found, expected = part.kv[:, :, :, :count], exact.kv[layers][:, :, :, :count]
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -242,6 +242,7 @@ def test_the_layer_of_a_nan_is_found_on_either_device(deep: PreTrainedModel, sec
 
 
 FROM_STORE: dict[str, Any] = {"offload.refresh_from": "store"}
+FROM_STREAM: dict[str, Any] = {"offload.refresh_from": "stream"}
 
 
 def request(devices: int = 0, gpus: int = 2, link: float = 1.0, **sizes: object) -> PlanRequest:
@@ -253,13 +254,12 @@ def request(devices: int = 0, gpus: int = 2, link: float = 1.0, **sizes: object)
 
 
 def test_the_plan_counts_exchanges_and_copies() -> None:
-    store = {"offload.refresh_from": "store"}
-    one, two = request(1, **store), request(2)
+    one, two = request(1, **FROM_STORE), request(2)
     (plan,) = two.groups
     shape = two.target
     assert plan.exchanges == 10 and len(plan.remote) == 20
     there, here = MemoryBudget(two).gpu(1), MemoryBudget(two).gpu(0)
-    streamed = [request(devices, **{"offload.refresh_from": "stream"}) for devices in (1, 2)]
+    streamed = [request(devices, **FROM_STREAM) for devices in (1, 2)]
     assert [one.refreshes_from_stream for one in streamed] == [True, False]  # a pass streams to one GPU
     assert there["group_weights"] == 20 * shape.attention_bytes == 20 * 4 * shape.hidden**2 * 2
     assert there["group_caches"] + here["retrieved_caches"] == MemoryBudget(one).gpu(0)["retrieved_caches"]

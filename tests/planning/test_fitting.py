@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.small_engine import PAGE, PROMPT, SIZES, again, engine_overrides, place
+from support.small_engine import PAGE, PROMPT, SIZES, again, engine_overrides
 from support.tiny_models import byte_ids, tiny_target
 from transformers import PreTrainedModel
 
 from cpu_kv import ElementType, PacedLink
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, Context, SamplingParams
 from offload_rt.caches.retrieved import RetrievedCache
 from offload_rt.caches.sizes import GpuTier, Tiers
 from offload_rt.drafting.levels.configs import load_config
@@ -148,8 +148,8 @@ def test_links_of_no_known_rate_share_evenly() -> None:
 def test_another_gpu_may_have_no_tier() -> None:
     links: dict[str, Any] = {"link": PacedLink(1e9), "other_links": [PacedLink(1e9)]}
     with LLM.from_models(tiny_target("llama-gqa"), config="plain", overrides=SIZES, **links) as llm:
-        place(llm, Tiers(2 * PAGE, PAGE))
-        assert len(llm.generate(PROMPT, max_tokens=4, ignore_eos=True).tokens) == 4
+        context = Context(llm, llm.engine.open(PROMPT, 4, tiers=Tiers(2 * PAGE, PAGE)))
+        assert len(context.generate((), SamplingParams(max_tokens=4, ignore_eos=True)).tokens) == 4
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -167,6 +167,7 @@ def test_the_cache_is_refreshed_from_where_the_plan_says(monkeypatch: pytest.Mon
             again(context, config=config)
             (sequence,) = llm.engine.sequences
             (cache,) = sequence.full.derived
+            assert isinstance(cache, RetrievedCache)
             assert len(cache.buffers) == 1 + (place == "stream"), "one in use, one that fills"
 
 

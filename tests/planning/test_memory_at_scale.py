@@ -73,7 +73,7 @@ def test_a_verdict(sampler: Sampler) -> None:
     logits = torch.randn(rows, LLAMA.vocabulary).to(torch.bfloat16)
     probs = torch.rand(rows - 1, LLAMA.vocabulary)
     nodes = torch.arange(rows - 1)
-    draft = Draft(Tokens(tensor=nodes), Tree(range(-1, rows - 2)), None if sampler.greedy else probs)
+    draft = Draft(Tokens(tensor=nodes), Tree(tuple(range(-1, rows - 2))), None if sampler.greedy else probs)
     generated = torch.zeros(rows, LLAMA.vocabulary, dtype=torch.int32)
     prompt = torch.zeros(LLAMA.vocabulary, dtype=torch.bool)
 

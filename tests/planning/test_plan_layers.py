@@ -210,6 +210,7 @@ def test_a_prefill_holds_the_kv_of_a_layer_where_one_is_full() -> None:
     written = (PROMPT_WRITES + 1) * 2048
     assert difference == (30_000 + written) * 2 * 8 * 128 * 2
     # A mixer needs more for a chunk than an MLP.
+    assert QWEN.recurrence is not None
     without = replace(QWEN, recurrence=replace(QWEN.recurrence, working_bytes=0))
     assert MemoryBudget(asked(QWEN)).gpu(0)["prefill"] > MemoryBudget(asked(without)).gpu(0)["prefill"]
 

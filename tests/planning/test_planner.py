@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from support.machine_cases import DESKTOP, HOST
 from support.plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round, gpu, host, nearest, request
 
@@ -53,7 +52,7 @@ def test_golden_plans(
     tokens: tuple[int, int, int],
 ) -> None:
     """Predictions at 127,000 tokens, pinned to one per cent."""
-    dtype = torch.float32 if model == "demo" else None
+    dtype = ElementType.FLOAT32 if model == "demo" else None
     small = None if draft is None else find_shape(draft, dtype)
     asked = PlanRequest(
         find_shape(model, dtype),
@@ -100,10 +99,12 @@ def test_llama2_7b_streams_128k_in_2_7_seconds() -> None:
 
 def test_packed_pages_take_three_quarters_of_the_host_and_of_the_link() -> None:
     raw, packed = request(), request({"store.code": "auto"})
-    share = packed.stored.stored_share
+    share = packed.store_layout.stored_share
     slow = replace(DESKTOP, gpus=(replace(DESKTOP.gpus[0], triton=False),))
-    assert request({"store.code": "auto"}, hardware=slow).stored == raw.stored, "plain torch would unpack"
-    assert 0.75 < share <= 0.76 and raw.stored.stored_share == 1
+    assert request({"store.code": "auto"}, hardware=slow).store_layout == raw.store_layout, (
+        "plain torch would unpack"
+    )
+    assert 0.75 < share <= 0.76 and raw.store_layout.stored_share == 1
     assert MemoryBudget(packed).host["kv"] == pytest.approx(share * MemoryBudget(raw).host["kv"])
     lanes, fewer = (expected_round(CostModel(one), CHAIN).verification for one in (raw, packed))
     layer = CostModel(raw).dense(2).ms / LLAMA.layers
@@ -112,12 +113,15 @@ def test_packed_pages_take_three_quarters_of_the_host_and_of_the_link() -> None:
     assert packed.ring_bytes == pytest.approx((3 * share + 1) * slot)
     # On a GPU it is as it is, and a CPU alone attends it in place.
     assert packed.target.token_bytes == raw.target.token_bytes
-    assert request({"store.code": "auto"}, hardware=Hardware(HOST, (), measured=True)).stored == raw.stored
+    assert (
+        request({"store.code": "auto"}, hardware=Hardware(HOST, (), measured=True)).store_layout
+        == raw.store_layout
+    )
 
 
 def test_packed_pages_stay_packed_on_a_card_that_cannot_keep_all() -> None:
     raw, packed = request(), request({"store.code": "auto"})
-    share, size = packed.stored.stored_share, 4096 * LLAMA.token_bytes
+    share, size = packed.store_layout.stored_share, 4096 * LLAMA.token_bytes
     parts, smaller = (MemoryBudget(one).gpu(0, 4096)["resident_kv"] for one in (raw, packed))
     assert parts == size and smaller == pytest.approx(share * size)
     kept, more = (
@@ -315,7 +319,9 @@ def test_a_refresh_fills_a_second_buffer_where_that_is_faster(policy: str, gib: 
     """A second buffer takes 2.34 GiB that could hold KV instead: too much unless everything is resident."""
     asked = request({"retrieval.refresh": policy}, hardware=gpu(memory_bytes=gib * GIB))
     forced = {place: plan(asked.having("offload.refresh_from", place)) for place in ("stream", "store")}
-    assert all(one.to_json()["retrieved"]["refresh_from"] == place for place, one in forced.items())
+    for place, one in forced.items():
+        retrieved: Any = one.to_json()["retrieved"]
+        assert retrieved["refresh_from"] == place
     assert plan(asked) == forced[faster] == min(forced.values(), key=lambda one: one.ms_per_token)
     told = {"stream": "the stream, into a second buffer", "store": "the store, between passes"}[faster]
     assert any(told in said for said in forced[faster].assumptions)

@@ -123,7 +123,7 @@ def test_a_draft_that_sees_everything_is_accepted_to_its_end(
     same = noisy_copy(target, noise=0.0)
     result, rounds = run(target, same, LEVELS[levels](shape), link, sizes=EVERYTHING)
     assert result.tokens == plain_tokens[: PARAMS.max_tokens]
-    accepted = [times.accepted for times in rounds if times.asked == DEPTH]
+    accepted = [times.accepted for times in rounds if times.depth == DEPTH]
     assert accepted == [DEPTH] * (PARAMS.max_tokens // (DEPTH + 1))
 
 

@@ -25,7 +25,7 @@ from offload_rt.drafting.outcomes import chain_outcomes
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import decode
 from offload_rt.engine.batching import BatchRunner, run_alone
-from offload_rt.model.work import LevelStats, Read
+from offload_rt.model.work import CopyToHost, LevelStats
 from offload_rt.sampling.sampler import Sampler
 
 PROMPT = [3, 1, 4, 1, 2]
@@ -113,8 +113,8 @@ def test_dropping_slow_drafts_would_bias_the_output(monkeypatch: pytest.MonkeyPa
 
     def forgetful(text: Text, *arguments: Any) -> None:
         extend(text, *arguments)
-        if text.ready is not None and text.ready.draft().tokens.known[0] % 2:
-            text.ready = None
+        if text.next_proposal is not None and text.next_proposal.draft().tokens.known[0] % 2:
+            text.next_proposal = None
 
     monkeypatch.setattr(Text, "extend", forgetful)
     parts, clock = Parts(seed=7, support=3), CLOCKS["never"]
@@ -151,9 +151,9 @@ def test_a_draft_of_the_right_outcome_is_used(
     monkeypatch.setattr("offload_rt.drafting.growth.LevelGrowth.outcomes", outcomes)
     text, round = first_round(parts, 20, depth=2, ahead=1)
     assert tuple(round.tokens) == tokens[: len(round.tokens)]
-    assert (text.ready is not None) is kept
-    if text.ready is not None:
-        assert len(text.ready.draft()) == 2, "complete: the pass was never over"
+    assert (text.next_proposal is not None) is kept
+    if text.next_proposal is not None:
+        assert len(text.next_proposal.draft()) == 2, "complete: the pass was never over"
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -169,7 +169,7 @@ def test_chains_for_several_outcomes_are_drawn_together(depth: int, monkeypatch:
         for outcome, proposal in ahead.items():
             found = proposal.draft().tokens.known
             alone = yield from drafter.proposal(view.extended(outcome), CHAIN.deep(depth)).complete()
-            alone.tokens.arrive((yield Read(alone.tokens.pending(), drafter.stats)))
+            alone.tokens.arrive((yield CopyToHost(alone.tokens.pending(), drafter.stats)))
             made.append((found, alone.tokens.known))
         assert drawn == ((depth, len(ahead)),)
         assert together == depth + 1, "one more, to know the outcomes"
@@ -183,7 +183,9 @@ def test_chains_for_several_outcomes_are_drawn_together(depth: int, monkeypatch:
 
 def test_a_plain_round_drafts_nothing_ahead() -> None:
     text, round = first_round(Parts(seed=7, support=2), 9, depth=0, ahead=2)
-    assert len(round.tokens) == 1 and text.ready is None and text.verifier.drafter.levels[0].passes == 0
+    assert (
+        len(round.tokens) == 1 and text.next_proposal is None and text.verifier.drafter.levels[0].passes == 0
+    )
 
 
 def test_likely_outcomes_by_hand() -> None:

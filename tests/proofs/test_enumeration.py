@@ -74,8 +74,13 @@ def tree(text: str, depth: int) -> DraftShape:
     return DraftShape.parse(text).deep(depth)
 
 
-def retrieved(below: Level = nothing, shape: DraftShape = CHAIN, *plans: LayerOrder | None) -> Level:
-    return target_over("retrieved", below, shape, *plans)
+def retrieved(
+    below: Level = nothing,
+    shape: DraftShape = CHAIN,
+    order: LayerOrder | None = None,
+    first_order: LayerOrder | None = None,
+) -> Level:
+    return target_over("retrieved", below, shape, order, first_order)
 
 
 class Stored(NGrams):
@@ -330,7 +335,9 @@ def test_a_batch_of_two_sequences_of_which_one_ends_early(names: tuple[str, str]
         for prompt, length in zip(prompts, lengths, strict=True)
     )
     # Each has its target's distribution, and they are independent.
-    expected = {(a, b): p * q for a, p in first.items() for b, q in second.items()}
+    expected: dict[tuple[tuple[int, ...], ...], float] = {
+        (a, b): p * q for a, p in first.items() for b, q in second.items()
+    }
     assert max(abs(joint.get(key, 0.0) - expected.get(key, 0.0)) for key in joint | expected) < TOLERANCE
 
 

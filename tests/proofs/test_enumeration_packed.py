@@ -19,8 +19,8 @@ from functools import cache
 import pytest
 import torch
 from support.enumeration import Probs, distance, outcome_probs
-from support.small_engine import PAGE, engine_overrides, place
-from support.tiny_models import byte_ids, tiny_draft, tiny_target
+from support.small_engine import PAGE, engine_overrides
+from support.tiny_models import byte_ids, tiny_draft, tiny_target, to
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -90,13 +90,13 @@ def target() -> PreTrainedModel:
         for block in model.model.layers:
             block.self_attn.o_proj.weight *= 10
         model.lm_head.weight *= 0.5
-    return model.to(torch.bfloat16)
+    return to(model, torch.bfloat16)
 
 
 @cache
 def exact_target() -> PreTrainedModel:
     """The same weights in float32."""
-    return copy.deepcopy(target()).float()
+    return to(copy.deepcopy(target()), torch.float32)
 
 
 @cache
@@ -114,7 +114,7 @@ def enumerated(
     """The probability of each outcome of the first `count` tokens over pages of a code."""
     config, changes = COMPOSITIONS[name]
     overrides = {
-        **engine_overrides(resident_tokens=TIERS.resident_tokens, cpu_tokens=TIERS.cpu_tokens, ahead=0),
+        **engine_overrides(ahead=0),
         "retrieval.budget": 40,
         "retrieval.recent": 8,
         "retrieval.rest": False,
@@ -122,28 +122,26 @@ def enumerated(
         "store.code": code,
         **changes,
     }
-    draft = tiny_draft(VOCABULARY).to(torch.bfloat16)
+    draft = to(tiny_draft(VOCABULARY), torch.bfloat16)
     with LLM.from_models(target(), draft, config=config, overrides=overrides, link=PacedLink(1e9)) as llm:
-        place(llm, TIERS)
         engine = llm.engine
-        with llm.read(PROMPT) as context:
-            (sequence,) = engine.sequences
-            assert engine.store.layout.packed == (code == "packed")
+        sequence = engine.open(PROMPT, MAX_TOKENS, tiers=TIERS)
+        assert engine.store.layout.packed == (code == "packed")
 
-            def run(draws: Draws) -> Outcome:
-                context.rewind(len(PROMPT))
-                engine.begin(sequence, sequence.plan, Continuation(Sampling(Sampler(1.0), draws), MAX_TOKENS))
-                sequence.verifier.rule = rule
-                rows, rounds = list[tuple[float, ...]](), list[tuple[int, int]]()
-                while len(rows) < count:
-                    (round,) = engine.step([sequence])
-                    assert not isinstance(round, Exception) and round.probs is not None
-                    rows += map(tuple, round.probs.tolist())
-                    rounds.append((round.proposed, round.accepted))
-                tokens = sequence.tokens[len(PROMPT) :]
-                return tuple(tokens[:count]), tuple(rows[:count]), tuple(rounds)
+        def run(draws: Draws) -> Outcome:
+            engine.rewind(sequence, len(PROMPT))
+            engine.begin(sequence, sequence.plan, Continuation(Sampling(Sampler(1.0), draws), MAX_TOKENS))
+            sequence.verifier.rule = rule
+            rows, rounds = list[tuple[float, ...]](), list[tuple[int, int]]()
+            while len(rows) < count:
+                (round,) = engine.step([sequence])
+                assert not isinstance(round, Exception) and round.probs is not None
+                rows += map(tuple, round.probs.tolist())
+                rounds.append((round.proposed, round.accepted))
+            tokens = sequence.tokens[len(PROMPT) :]
+            return tuple(tokens[:count]), tuple(rows[:count]), tuple(rounds)
 
-            return outcome_probs(run)
+        return outcome_probs(run)
 
 
 packed = cache(enumerated)

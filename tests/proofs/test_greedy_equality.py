@@ -78,7 +78,7 @@ def is_tie(model: PreTrainedModel, text: list[int]) -> bool:
     """Returns whether the two most likely tokens after `text` are nearly tied."""
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([text])).logits[0, -1]
-    best, second = logits.topk(2).values.tolist()
+    best, second = map(float, logits.topk(2).values.tolist())
     return best - second < TIE
 
 

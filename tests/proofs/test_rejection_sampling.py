@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -114,11 +115,11 @@ def test_joining_a_found_chain_never_shortens_the_output(
     """No number of tokens becomes less likely."""
     given_by = Distributions(seed)
 
-    def run(draws: Draws, found: list[int]) -> int:
+    def run(found: list[int], draws: Draws) -> int:
         draft = joined(drafted(given_by, draws, parents, replacement=False), found)
         return len(verified(given_by, draft, draws))
 
-    alone, merged = (outcome_probs(lambda draws, found=found: run(draws, found)) for found in ([], chain))
+    alone, merged = (outcome_probs(partial(run, found)) for found in ([], chain))
     for least in range(2, 8):
         wanted, got = (sum(p for n, p in one.items() if n >= least) for one in (alone, merged))
         assert got >= wanted - 1e-9

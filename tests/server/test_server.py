@@ -38,7 +38,7 @@ def served() -> Iterator[Served]:
         yield one
 
 
-def about(question: str, book: str = BOOK) -> list[dict[str, str]]:
+def about(question: str, book: str = BOOK) -> list[Any]:
     return [{"role": "user", "content": f"{book}\n\n{question}"}]
 
 
@@ -86,7 +86,8 @@ def test_a_second_question_reads_the_document_no_more(served: Served) -> None:
 
 
 def test_completions_of_texts_and_of_tokens(served: Served) -> None:
-    client, ids = served.client(), list(BOOK[:100].encode())
+    client: Any = served.client()
+    ids = list(BOOK[:100].encode())
     text = served.llm.generate(ids, max_tokens=9).text
     for prompt in (ids, BOOK[:100]):
         made = client.completions.create(model=NAME, prompt=prompt, max_tokens=9, temperature=0)
@@ -122,9 +123,8 @@ def test_log_probabilities(served: Served) -> None:
     chunks = asked(served, QUESTIONS[0], logprobs=True, max_tokens=5, stream=True)
     streamed = [one.choices[0].logprobs for one in chunks if one.choices and one.choices[0].logprobs]
     assert [entry.logprob for one in streamed for entry in one.content] == [one.logprob for one in content]
-    plain = served.client().completions.create(
-        model=NAME, prompt="abc", max_tokens=3, logprobs=1, temperature=0
-    )
+    client: Any = served.client()
+    plain = client.completions.create(model=NAME, prompt="abc", max_tokens=3, logprobs=1, temperature=0)
     found = plain.choices[0].logprobs
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 3
     assert found.text_offset == [0, 1, 2]
@@ -214,7 +214,8 @@ def test_a_small_limit_gives_the_oldest_prefixes_up() -> None:
         served.idle()
         assert len(served.prefixes) == 1
         book = BOOK[::-1]
-        made = served.client().chat.completions.create(
+        client: Any = served.client()
+        made = client.chat.completions.create(
             model=NAME, messages=about("Who?", book), max_tokens=3, temperature=0
         )
         served.idle()
@@ -269,7 +270,7 @@ def test_fifty_clients_of_which_some_go_away() -> None:
             await asyncio.sleep(0.01 * (number % 7))
             stream = await client.chat.completions.create(
                 model=NAME,
-                messages=about("Who?", books[number % 5]),  # type: ignore[arg-type]
+                messages=about("Who?", books[number % 5]),
                 max_tokens=12,
                 temperature=0,
                 stream=True,
@@ -512,7 +513,7 @@ def test_nobody_waits_for_a_worker_that_has_died(monkeypatch: pytest.MonkeyPatch
 
 
 def test_keys_hosts_and_large_bodies() -> None:
-    limits = {"api_key": "schlüssel", "body_bytes": 1000, "hosts": LOOPBACK}
+    limits: dict[str, Any] = {"api_key": "schlüssel", "body_bytes": 1000, "hosts": LOOPBACK}
     with serving(layers=1, cors_origins=["http://site"], **limits) as served:
         body = {"messages": HI, "max_tokens": 1}
         assert post(served, CHAT, body)[0] == post(served, CHAT, body, authorization="Bearer x")[0] == 401

@@ -45,7 +45,8 @@ def peak_bytes(work: Callable[[], object], *given: torch.Tensor) -> int:
     Args:
         given: tensors that are there before.
     """
-    with _Counted(list(given)) as counted:
+    counted = _Counted(list(given))
+    with counted:
         result = work()
         del result
     return counted.peak

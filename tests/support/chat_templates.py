@@ -34,7 +34,7 @@ BOOK = "Call me Ishmael. " * 20
 def tokenizer(template: Any, **special: str) -> PreTrainedTokenizerFast:
     made = copy.deepcopy(byte_tokenizer())
     made.chat_template = template
-    made.add_special_tokens(special)
+    made.add_special_tokens(dict(special))
     return made
 
 

@@ -19,13 +19,15 @@ from torch import Tensor
 
 from offload_rt.caches.local import LocalState
 from offload_rt.config.draft_shape import DraftShape
+from offload_rt.drafting.base import Round
 from offload_rt.drafting.head_drafter import HeadModel
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.batching import BatchRunner
-from offload_rt.engine.controller import SpeculationController
+from offload_rt.engine.controller import RoundTimes, SpeculationController
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.model.work import LevelStats, Outputs, Passed
+from offload_rt.planning.sequence_costs import SequenceCosts
 from offload_rt.sampling.sampler import Draws, Sampler, choices
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import ROOT, Tree
@@ -220,8 +222,11 @@ def distance(found: Probs, expected: Probs) -> float:
 # ------------------------------------------------------------------------------------------- runs
 
 
-class Free:
+class Free(SequenceCosts):
     """Predicts that passes and drafts take no time, so that all outcomes are drafted for."""
+
+    def __init__(self) -> None:
+        pass
 
     def pass_ms(self, length: int, shape: DraftShape) -> float:
         return 0.0
@@ -230,6 +235,13 @@ class Free:
 
     def ahead_ms(self, length: int, shape: DraftShape, outcomes: int) -> list[float]:
         return outcomes * [0.0]
+
+
+class Steady(SpeculationController):
+    """A controller that never adapts."""
+
+    def observe(self, length: int, round: Round, times: RoundTimes) -> None:
+        pass
 
 
 class BackgroundAtOnce:
@@ -253,7 +265,7 @@ class BackgroundAtOnce:
 
 
 class Text(TokenSequence):
-    """A sequence over table models, whose controller never adapts."""
+    """A sequence over table models."""
 
     def __init__(
         self,
@@ -267,9 +279,10 @@ class Text(TokenSequence):
         self.timeline = NO_TIMELINE
         self.tokens, self.start = list(prompt), len(prompt)
         self.verifier = verifier
-        self.full: Any = verifier.cache
-        self.full.verified = list(enumerate(prompt[:-1]))
-        self.controller: Any = SpeculationController(
+        cache: Any = verifier.cache  # of tokens in place of KV
+        cache.verified = list(enumerate(prompt[:-1]))
+        self.full = cache
+        self.controller = Steady(
             Free(),
             shape.candidates() if shape.depth else [shape],
             0.5,
@@ -277,8 +290,7 @@ class Text(TokenSequence):
             step_down=False,
             clock=clock,
         )
-        self.controller.observe = lambda *given: None
-        self.ready, self.rounds, self._ended = None, [], False
+        self.next_proposal, self.rounds, self._ended = None, [], False
         self._continuation = Continuation(verifier.sampling, max_tokens)
         self.take_prompt()
 
@@ -288,7 +300,7 @@ class Text(TokenSequence):
 
     def state(self) -> Hashable:
         """All that the rest of the run depends on, beside its draws."""
-        return (tuple(self.tokens), self._ended, _frozen(self.verifier), _frozen(self.ready))
+        return (tuple(self.tokens), self._ended, _frozen(self.verifier), _frozen(self.next_proposal))
 
 
 def _frozen(value: Any) -> Hashable:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +17,8 @@ from offload_rt.machine import inventory
 from offload_rt.machine.inspection import Report
 from offload_rt.machine.inventory import GpuFacts, HostFacts
 from offload_rt.system.hardware import GIB, AttentionRate, Gpu, Hardware, Host
+
+Record = TypeVar("Record")
 
 HOST = Host(
     memory_bytes=92 * GIB,
@@ -75,7 +77,7 @@ HEALTHY = Report(
 )
 
 
-def changed(record: Any, changes: Mapping[str, object]) -> Any:
+def changed(record: Record, changes: Mapping[str, object]) -> Record:
     """Returns `record` with other values at some paths, where `gpus.0.name` means `gpus[0].name`."""
     for path, value in changes.items():
         record = _changed(record, *path.split("."), value=value)

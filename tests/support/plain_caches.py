@@ -325,7 +325,7 @@ class PlainRetrieval:
         )
         means = means.repeat_interleave(HEADS // KV_HEADS, 1)
         weights = (queries[:, :, -LAST_QUERIES:].double() @ means.transpose(-1, -2) * SCALE).softmax(-1)
-        scores = weights.mean(2).unflatten(1, (KV_HEADS, HEADS // KV_HEADS)).mean(2)
+        scores: Tensor = weights.mean(2).unflatten(1, (KV_HEADS, HEADS // KV_HEADS)).mean(2)
         return scores[:, :, : start // self.chunk]
 
     def build(self, queries: Tensor) -> None:

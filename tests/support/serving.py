@@ -128,10 +128,10 @@ def serving(
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             listening.listen(256)
-            config = uvicorn.Config(
+            served = uvicorn.Config(
                 app, log_level="error", lifespan="off", timeout_graceful_shutdown=patience_s
             )
-            server = uvicorn.Server(config)
+            server = uvicorn.Server(served)
             thread = threading.Thread(target=asyncio.run, args=[server.serve([listening])])
             thread.start()
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from offload_rt.engine.batching import PassThread
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.model.runner import CausalModel
-from support.tiny_models import byte_ids, noisy_copy, tiny_target
+from support.tiny_models import byte_ids, noisy_copy, tiny_target, to
 
 CONFIGS = ("plain", "naive", "streaming", "retrieval", "triforce", "lookup", "trees")
 PAGE = 16
@@ -71,10 +71,19 @@ def again(
 
 
 def place(llm: LLM, tiers: Tiers) -> None:
-    """Sequences lie in these tiers from here on, whatever is planned."""
-    planner = llm.engine.planner
-    plan = planner.plan
-    planner.plan = lambda *asked: replace(plan(*asked), tiers=tiers)  # type: ignore[method-assign]
+    """Opens sequences in these tiers from here on.
+
+    For tiers that no key of a config gives: those of other GPUs, and packed ones in a GPU that has room for
+    plain KV. What a plan decides beside the tiers is decided as for `PROMPT`.
+    """
+    engine = llm.engine
+    engine.planner.configs = [engine.planner.plan(len(PROMPT), PARAMS.max_tokens).config]
+    engine.open = partial(engine.open, tiers=tiers)  # type: ignore[method-assign]
+
+
+def tier_keys(tiers: Tiers) -> dict[str, object]:
+    """Keys of `offload` that give these tiers, but for those of other GPUs."""
+    return {"resident_tokens": tiers.resident_tokens, "cpu_tokens": tiers.cpu_tokens}
 
 
 def engine_overrides(**offload: object) -> dict[str, object]:
@@ -122,10 +131,10 @@ def passes_of(
 def small_llm(device: torch.device, config: str, shares: Tiers = STREAMED, **offload: object) -> LLM:
     target = tiny_target("llama-gqa")
     draft = noisy_copy(target)
-    given = {"resident_tokens": shares.resident_tokens, "cpu_tokens": shares.cpu_tokens, "ahead": 2}
+    given = tier_keys(shares) | {"ahead": 2}
     llm = LLM.from_models(
-        target.to(device),
-        draft.to(device),
+        to(target, device),
+        to(draft, device),
         config=config,
         overrides=engine_overrides(**given | offload),
         link=link_to(device),

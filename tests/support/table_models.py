@@ -148,13 +148,15 @@ def cache_by(view: str, plan: LayerOrder | None) -> Any:
     """An empty cache: of two parts where a plan is on two devices."""
     if plan is None or not plan.remote:
         return TokenCache(view)
-    parts: list[Any] = [TokenCache(view), TokenCache(view)]
-    return SplitStreamingCache(*parts, SECOND, plan.remote, LAYERS)
+    home: Any = TokenCache(view)
+    there: Any = TokenCache(view)
+    return SplitStreamingCache(home, there, SECOND, plan.remote, LAYERS)
 
 
 def parts_of(cache: Any) -> Sequence[TokenCache]:
     """The caches of its devices."""
-    return (cache.home, cache.there) if isinstance(cache, SplitCache) else (cache,)
+    parts: tuple[Any, ...] = (cache.home, cache.away) if isinstance(cache, SplitCache) else (cache,)
+    return parts
 
 
 class TableModel:
@@ -193,7 +195,7 @@ class TableModel:
 
     def _part(self, part: PassInput, plan: LayerOrder | None) -> Tensor:
         new, parts = part.new, parts_of(part.cache)
-        tokens = [*new.known, *([] if new.drawn is None else new.drawn.on(self.device).tolist())]
+        tokens = [*new.ids, *([] if new.draft is None else new.draft.on(self.device).tolist())]
         assert len(tokens) == new.count
         part.cache.begin(new)
         for cache in parts:
@@ -279,23 +281,25 @@ def target_over(
     view: str,
     below: Level = nothing,
     shape: DraftShape = CHAIN,
-    *plans: LayerOrder | None,
+    order: LayerOrder | None = None,
+    first_order: LayerOrder | None = None,
 ) -> Level:
     """The target over a cache derived from the full one; `shape` is what `below` proposes to it."""
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
-        drafter, cache = below(parts, full, sampling), cache_by(view, plans[0] if plans else None)
+        drafter, cache = below(parts, full, sampling), cache_by(view, order)
         full.derived.append(cache)
-        return ModelDrafter(view, parts.target, cache, drafter, sampling, *plans, shape_below=shape)
+        orders = order, first_order
+        return ModelDrafter(view, parts.target, cache, drafter, sampling, *orders, shape_below=shape)
 
     return level
 
 
-def small_model(*plans: LayerOrder) -> Level:
+def small_model(order: LayerOrder | None = None, first_order: LayerOrder | None = None) -> Level:
     """The small model over a cache of its own."""
 
     def level(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
-        cache = cache_by("small", plans[0] if plans else None)
-        return SmallModelDrafter("small", parts.small, cache, Drafter(), sampling, *plans)
+        cache = cache_by("small", order)
+        return SmallModelDrafter("small", parts.small, cache, Drafter(), sampling, order, first_order)
 
     return level

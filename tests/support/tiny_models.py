@@ -101,9 +101,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 WINDOW = 8
 """Tokens that a layer with a sliding window attends to, itself included."""
-_WINDOWED = {**GROUPED, "num_hidden_layers": 3, "sliding_window": WINDOW}
-_WINDOWED["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
-_LINEAR = {
+_WINDOWED: dict[str, Any] = {
+    **GROUPED,
+    "num_hidden_layers": 3,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_LINEAR: dict[str, Any] = {
     **GROUPED,
     "num_hidden_layers": 4,
     "layer_types": [*["linear_attention"] * 3, "full_attention"],
@@ -157,8 +161,16 @@ def random_model(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedM
     """A float32 model of an architecture, in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
-    return model.float().eval()
+        config = AutoConfig.for_model(model_type, **settings)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
+    return model
+
+
+def to(model: PreTrainedModel, *where: torch.device | torch.dtype) -> PreTrainedModel:
+    """`model.to(*where)`, which has lost its signature in transformers."""
+    move: Any = model.to
+    moved: PreTrainedModel = move(*where)
+    return moved
 
 
 def tiny_target(
@@ -235,15 +247,16 @@ def noisy_copy(model: PreTrainedModel, *, noise: float = 0.02, seed: int = 7) ->
     with torch.no_grad():
         for parameter in draft.parameters():
             deviation = parameter.std() if parameter.numel() > 1 else torch.tensor(0.0)
-            parameter += noise * deviation * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * deviation * torch.randn(parameter.shape, generator=generator))
     return draft
 
 
 def transformers_greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """What transformers itself writes after `prompt`."""
     ids = torch.tensor([prompt], device=model.device)
+    generate: Any = model.generate
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+        out = generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
 

@@ -36,7 +36,7 @@ def _activated(monkeypatch: pytest.MonkeyPatch) -> None:
 def installed_from(monkeypatch: pytest.MonkeyPatch, origin: dict[str, Any] | None) -> None:
     text = None if origin is None else json.dumps(origin)
     found = SimpleNamespace(read_text=lambda name: text if name == "direct_url.json" else None)
-    monkeypatch.setattr(installation.Distribution, "from_name", lambda name: found)
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", lambda name: found)
 
 
 def test_an_extra_is_installed_from_where_the_package_came(
@@ -68,7 +68,8 @@ def test_an_extra_is_installed_from_where_the_package_came(
 def test_where_the_origin_has_gone_a_checkout_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for kind in ({"dir_info": {"editable": True}}, {"dir_info": {}}, {"archive_info": {}}):
+    kinds: list[dict[str, Any]] = [{"dir_info": {"editable": True}}, {"dir_info": {}}, {"archive_info": {}}]
+    for kind in kinds:
         installed_from(monkeypatch, {"url": f"file://{tmp_path}/gone", **kind})
         assert install_extra("json") == "in a checkout of offload-rt, run pip install '.[json]'"
 
@@ -77,7 +78,7 @@ def test_a_checkout_that_was_never_installed_installs_itself(monkeypatch: pytest
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(installation.Distribution, "from_name", missing)
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", missing)
     root = Path(installation.__file__).resolve().parents[2]
     assert install_extra("bench") == f"pip install -e '{root}[bench]'"
 

@@ -171,6 +171,7 @@ def test_the_template_of_a_processor(name: str, tmp_path: Path) -> None:
         assert made is not None and bool(made.chat_template) == bool(template)
         if rendered:
             assert ChatTemplate(made, "m").render([user("hi")]).startswith(rendered)
+    assert made is not None
     made.chat_template = LLAMA
     made.save_pretrained(tmp_path)  # the tokenizer's own comes first
     own = load_tokenizer(tmp_path)
@@ -223,7 +224,7 @@ def test_the_parts_of_a_content_are_joined() -> None:
 
 def test_an_answer_with_its_thoughts_may_be_given_back() -> None:
     answer = {"role": "assistant", "content": "a"}
-    given = [answer | {"reasoning_content": "b", "tool_calls": [], "refusal": None}]
+    given: list[object] = [answer | {"reasoning_content": "b", "tool_calls": [], "refusal": None}]
     assert checked_messages(given) == [answer]
 
 
@@ -246,7 +247,7 @@ def test_a_document_is_shared_by_its_questions(source: str) -> None:
     assert not told
     for question in ("What is white?", "How?"):
         asked = template.encode(with_question(messages, question))
-        assert made.decode(asked[:shared]).rstrip().endswith(BOOK.strip())
+        assert str(made.decode(asked[:shared])).rstrip().endswith(BOOK.strip())
         assert asked[:shared] == template.encode(with_question(messages, "7"))[:shared]
 
 
@@ -378,7 +379,7 @@ def test_control_tokens_in_contents_are_text(kind: str, attack: str) -> None:
         tokens = template.encode(chat)
         expected = [token for token in template.encode(harmless) if token in control]
         assert [token for token in tokens if token in control] == expected
-        written = made.decode(tokens, skip_special_tokens=False)
+        written = str(made.decode(tokens, skip_special_tokens=False))
         assert written.replace(" ", "") == template.render(chat).replace(" ", "")
         if kind != "pieces":  # whose sections begin with a space
             assert written == template.render(chat)
@@ -537,6 +538,7 @@ def test_a_question_that_fails_leaves_the_messages(
                 context.ask("Why?", PARAMS)
             monkeypatch.undo()
             assert context.messages is before and after != before
+        assert before is not None
         expected = [*before, user("Why?")]
         assert context.ask("Why?", PARAMS).tokens == llm.chat(expected, PARAMS).tokens
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.small_engine import CONFIGS, ON_CUDA, PROMPT, SIZES, again, engine_overrides, link_to
-from support.tiny_models import byte_tokenizer, noisy_copy, tiny_target
+from support.tiny_models import byte_tokenizer, noisy_copy, tiny_target, to
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams, UsageError
@@ -161,10 +161,10 @@ def test_logits_that_are_not_numbers_are_found_behind_a_mask(which: str, tempera
 @ON_CUDA
 def test_a_schema_on_a_gpu(device: torch.device) -> None:
     target = tiny_target("llama-gqa")
-    draft, link = noisy_copy(target).to(device), link_to(device)
+    draft, link = to(noisy_copy(target), device), link_to(device)
     params = SamplingParams(max_tokens=8, json_schema=SAILOR, presence_penalty=0.5, logprobs=1)
     with (
-        open_llm(target.to(device), draft, "trees", link=link, overrides=engine_overrides()) as llm,  # type: ignore[arg-type]
+        open_llm(to(target, device), draft, "trees", link=link, overrides=engine_overrides()) as llm,
         llm.read(PROMPT) as context,
     ):
         result, plain = again(context, params), again(context, params, "plain")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -118,7 +120,7 @@ CHARACTERS = st.sampled_from("日🙂ß").map(lambda char: [f"<0x{byte:02X}>" fo
 @given(groups=st.lists(WORDS | CHARACTERS, max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_leading_spaces_and_byte_fallback(groups: list[list[str]]) -> None:
-    tokens = [SENTENCEPIECE.convert_tokens_to_ids(piece) for group in groups for piece in group]
+    tokens: Any = SENTENCEPIECE.convert_tokens_to_ids([piece for group in groups for piece in group])
     whole = SENTENCEPIECE.decode(tokens, skip_special_tokens=True)
     assert streamed(SENTENCEPIECE, tokens, []).text == whole
 
@@ -179,7 +181,7 @@ def test_a_text_and_its_continuation_are_one_text(
     before, after = tokens[:cut], tokens[cut:]
     stream = TextStream(tokenizer, [], before)
     text = "".join(map(stream.push, after)) + stream.finish()
-    whole = tokenizer.decode(tokens)
+    whole = str(tokenizer.decode(tokens))
     read = [tokenizer.decode(before[: max(0, len(before) - end)]) for end in range(4)]
     assert whole.endswith(text)
     assert len(whole) - len(text) == max(common_beginning(one, whole) for one in read)
@@ -265,10 +267,13 @@ def test_a_beginning_of_several_tokens_is_not_doubled() -> None:
     "token", [PIECES["a"], PIECES[byte_characters("é")[0]], 0], ids=["text", "byte", "special"]
 )
 def test_only_a_short_window_is_decoded(token: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, decoded = BYTE_LEVEL.decode, []
-    monkeypatch.setattr(
-        BYTE_LEVEL, "decode", lambda ids, **options: decoded.append(len(ids)) or decode(ids, **options)
-    )
+    decode, decoded = BYTE_LEVEL.decode, list[int]()
+
+    def noted(ids: list[int], **options: Any) -> Any:
+        decoded.append(len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(BYTE_LEVEL, "decode", noted)
     stream = TextStream(BYTE_LEVEL, [])
     for _ in range(200):
         stream.push(token)

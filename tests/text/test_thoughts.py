@@ -87,7 +87,7 @@ def words(*tokens: str, template: str | None = None, special: Sequence[str] = ()
 
 def chain(tokenizer: PreTrainedTokenizerFast, pieces: Sequence[str]) -> PreTrainedModel:
     """A model that writes one word after another: each follows the one before it in `pieces`."""
-    ids = tokenizer.convert_tokens_to_ids(list(pieces))
+    ids: Any = tokenizer.convert_tokens_to_ids(list(pieces))
     model = tiny_target("llama", vocabulary=64)
     with torch.no_grad():
         for layer in model.model.layers:

@@ -284,7 +284,7 @@ class Level(ABC):
         """Opens the files that it names, before any weights are read. Raises UsageError."""
 
     def load(self, target: CausalModel, heads: Heads) -> None:  # noqa: B027
-        """Reads what it needs beside the models, before a prompt is read. Raises UsageError."""
+        """Reads what it needs beside the models, before a prefill. Raises UsageError."""
 
 
 def local_memory(shape: ModelShape, queries: int) -> Memory:
@@ -309,7 +309,7 @@ def levels_of(config: Config) -> list[Level]:
 def used_levels(config: Config) -> list[Level]:
     """Returns the levels of a config, and the look-ups whose finds join or replace a draft."""
     levels = levels_of(config)
-    return [one for level in levels for one in (level, level.merged, level.preferred) if one is not None]
+    return [used for level in levels for used in (level, level.merged, level.preferred) if used is not None]
 
 
 def needs_draft_model(configs: Iterable[Config]) -> bool:
@@ -328,14 +328,14 @@ def possible(configs: Sequence[Config], draft_model: bool, paged: bool = True) -
     if len(configs) == 1:
         return list(configs)
     return [
-        one
-        for one in configs
-        if (draft_model or not needs_draft_model([one]))
-        and (paged or not any(level.of_target for level in levels_of(one)))
+        config
+        for config in configs
+        if (draft_model or not needs_draft_model([config]))
+        and (paged or not any(level.of_target for level in levels_of(config)))
     ]
 
 
 def kept_means(config: Config) -> tuple[int | None, bool]:
     """Returns the means that the store must keep for all levels of a config; see `Level.kept_means`."""
-    kept = [level.kept_means for level in levels_of(config)]
-    return next((chunk for chunk, _ in kept if chunk), None), any(pages for _, pages in kept)
+    means = [level.kept_means for level in levels_of(config)]
+    return next((chunk for chunk, _ in means if chunk), None), any(pages for _, pages in means)

@@ -21,9 +21,9 @@ def check_levels(config: Config) -> None:
     for level in config.speculation.levels:
         require(level.name in LEVELS, KEY, level.name, f"is not a level{nearest(level.name, LEVELS)}")
     levels, order = levels_of(config), list(LEVELS)
-    for one in levels:
-        _check_level(one)
-    ranks = [order.index(one.name) for one in levels]
+    for checked in levels:
+        _check_level(checked)
+    ranks = [order.index(checked.name) for checked in levels]
     rule = f"each level must be cheaper than the next, in the order {', '.join(order)}"
     require(ranks == sorted(set(ranks)), KEY, config.speculation.names, rule)
     for below, above in pairwise(levels):
@@ -34,18 +34,18 @@ def check_levels(config: Config) -> None:
         require(not last.prefer, f"{KEY}.prefer", last.prefer, rule)
 
 
-def _check_level(one: Level) -> None:
-    level = one.settings
-    if one.shapes:
-        rule = f"must be {' or '.join(one.shapes)} for {level.model}"
-        require(level.shape.kind in one.shapes, f"{KEY}.draft", level.draft, rule)
+def _check_level(level: Level) -> None:
+    settings = level.settings
+    if level.shapes:
+        rule = f"must be {' or '.join(level.shapes)} for {settings.model}"
+        require(settings.shape.kind in level.shapes, f"{KEY}.draft", settings.draft, rule)
     sources = [name for name, kind in LEVELS.items() if issubclass(kind, SourceLevel)]
     rule = f"must be one of {', '.join(sources)}, or empty"
     for name in ("merge", "prefer"):
-        value = getattr(level, name)
+        value = getattr(settings, name)
         require(value in ("", *sources), f"{KEY}.{name}", value, rule)
-    one.check(KEY)
-    for beside in (one.merged, one.preferred):
+    level.check(KEY)
+    for beside in (level.merged, level.preferred):
         if beside is not None:
             beside.check(KEY)
 

@@ -101,9 +101,9 @@ class ModelLevel(Level):
     def pass_cost(self, costs: PassCosts, queries: int, *, first: bool = False) -> Cost:
         sizes, order = costs.request, self._on_two(costs.request)
         if order is None:
-            return costs.pass_cost(self.running(sizes, first), queries, self._seen(sizes), graph=True)
+            return costs.pass_cost(self.running(sizes, first), queries, self._attended(sizes), graph=True)
         order = order.in_turn() if first and self.settings.calibrate else order
-        return costs.pass_cost_on_two(self.shape(sizes), order, queries, self._seen(sizes))
+        return costs.pass_cost_on_two(self.shape(sizes), order, queries, self._attended(sizes))
 
     def groups_on_two(self, sizes: Sizes) -> LayerOrder | None:
         shape = self.shape(sizes)
@@ -143,7 +143,7 @@ class ModelLevel(Level):
         )
         return shape if order is None else shape.running(order)
 
-    def _seen(self, sizes: Sizes) -> int:
+    def _attended(self, sizes: Sizes) -> int:
         return min(self.entries(sizes), sizes.context)
 
     def drafter(
@@ -172,8 +172,8 @@ class ModelLevel(Level):
         if alone and shape.kind == "chain" and not resources.full.transfer.link.in_place:
             recurring = range(1, max(2, self.config.offload.ahead) + 1)  # as many chains are drawn together
         if isinstance(cache, BoundedCache):
-            for each in orders:
-                model.prepare(cache, recurring, each)
+            for layer_order in orders:
+                model.prepare(cache, recurring, layer_order)
         first_order = orders[1] if len(orders) > 1 else None
         return self.drafter_class(
             self.name,
@@ -199,18 +199,18 @@ class ModelLevel(Level):
         with ExitStack() as closing:
 
             def part(layers: Sequence[int], device: SecondDevice | None) -> BoundedCache:
-                given = resources
+                part_resources = resources
                 if self.of_target:
                     source = SourceLayers(resources.full, layers, device)
                     closing.callback(source.transfer.close)
-                    given = replace(resources, part=source)
-                return level.cache(ModelLayers.of(model, layers, device), given)
+                    part_resources = replace(resources, part=source)
+                return level.cache(ModelLayers.of(model, layers, device), part_resources)
 
-            here = part(home, None)
+            home_cache = part(home, None)
             with second.on_stream():
-                there = part(sorted(order.remote), second)
+                away_cache = part(sorted(order.remote), second)
             close = closing.pop_all().close
-        return self.split_class(here, there, second, order.remote, model.layers, close)
+        return self.split_class(home_cache, away_cache, second, order.remote, model.layers, close)
 
     @property
     def split_class(self) -> type[SplitCache]:
@@ -244,12 +244,12 @@ class WindowLevel(ModelLevel):
         from offload_rt.caches.local import LocalState
         from offload_rt.caches.streaming import StreamingCache
 
-        kept, source, device = self.config.streaming, resources.source, model.rotary_frequencies.device
+        streaming, source, device = self.config.streaming, resources.source, model.rotary_frequencies.device
         return StreamingCache(
             model.kv_layout(),
             model.rotary_frequencies,
-            sinks=kept.sinks,
-            window=kept.window,
+            sinks=streaming.sinks,
+            window=streaming.window,
             backend=source.backend if device == source.device else choose_backend(device),
             source=source if self.of_target else None,
             pool=resources.shared.pool,
@@ -323,15 +323,15 @@ class RetrievedLevel(ModelLevel):
         sizes = retrieval.budget, retrieval.chunk, retrieval.recent
         return RetrievedSize.of(layout, *sizes, retrieval.entry_bits)
 
-    def _seen(self, sizes: Sizes) -> int:
+    def _attended(self, sizes: Sizes) -> int:
         retrieval, size, layout = self.config.retrieval, self._size(sizes.target), sizes.target.layout(1)
-        seen = super()._seen(sizes)
+        entries = super()._attended(sizes)
         if size.quantized is None or not layout.token_bytes:
-            return seen
+            return entries
         share = size.quantized.nbytes(layout) / (size.quantized.entries * layout.token_bytes)
         share = max(share, DECODED_SHARE) if sizes.in_place else share
-        chosen = max(0, min(retrieval.budget, sizes.context) - retrieval.recent)
-        return seen - round(chosen * (1 - share))
+        retrieved = max(0, min(retrieval.budget, sizes.context) - retrieval.recent)
+        return entries - round(retrieved * (1 - share))
 
     def _means(self, target: ModelShape, tokens: int) -> int:
         """Returns the number of page means that stand for tokens which are not retrieved."""
@@ -357,8 +357,8 @@ class RetrievedLevel(ModelLevel):
         target, layout = sizes.target, sizes.target.layout(1)
         size, means = self._size(target), self._means(target, sizes.context + sizes.new_tokens)
         buffers = 2 if sizes.refreshes_from_stream else 1  # one in use, one that is filled
-        one = size.nbytes(layout, means)
-        return buffers * one + size.staging_bytes(layout)
+        buffer = size.nbytes(layout, means)
+        return buffers * buffer + size.staging_bytes(layout)
 
     def refresh_cost(self, costs: PassCosts, tokens: float, apart: float) -> tuple[float, float]:
         sizes, retrieval, target = costs.request, self.config.retrieval, costs.request.target
@@ -368,8 +368,8 @@ class RetrievedLevel(ModelLevel):
             return 0.0, 0.0
         share = 1 / max(1, math.ceil(retrieval.refresh.value / tokens))
         replaced = 1.0 if retrieval.entry_bits == 4 else REPLACED_SHARE  # 4 bits: whole groups, all of them
-        chosen = max(0, retrieval.budget - retrieval.recent)
-        entries = (retrieval.recent + replaced * chosen) * target.token_bytes
+        retrieved = max(0, retrieval.budget - retrieval.recent)
+        entries = (retrieval.recent + replaced * retrieved) * target.token_bytes
         moves = 2 if retrieval.entry_bits == 16 else 3  # read and written; to be quantised, read again
         copying, gathering = moves * costs.device_read_ms(entries), costs.gather_ms(entries)
         if sizes.refreshes_from_stream:

@@ -84,8 +84,8 @@ class DatastoreLevel(SourceLevel):
     def source(self) -> Datastore:
         from offload_rt.drafting.datastore import Datastore
 
-        stored = self.config.datastore
-        return Datastore(Path(stored.path), stored.longest, stored.occurrences)
+        settings = self.config.datastore
+        return Datastore(Path(settings.path), settings.longest, settings.occurrences)
 
     def check(self, key: str) -> None:
         super().check(key)

@@ -79,8 +79,8 @@ def decode(
     if replaced and (on_notice is None or not slight):
         raise UsageError(f"{source}: {wrong}; {remedy}")
     if replaced and on_notice is not None:
-        many = "1 character" if replaced == 1 else f"{replaced:,} characters"
-        on_notice(f"{wrong}: {many} of {len(text):,} replaced by {_REPLACEMENT}")
+        number = "1 character" if replaced == 1 else f"{replaced:,} characters"
+        on_notice(f"{wrong}: {number} of {len(text):,} replaced by {_REPLACEMENT}")
         text = text.replace("\0", _REPLACEMENT)
     return text.removeprefix("\ufeff")
 
@@ -168,10 +168,10 @@ def _mostly_replaced(text: str) -> bool:
 
 def _declared(data: bytes) -> str | None:
     """Returns the encoding that markup names for itself."""
-    found = _CHARSET.search(data[:_CHARSET_WITHIN])
-    if found is None:
+    match = _CHARSET.search(data[:_CHARSET_WITHIN])
+    if match is None:
         return None
-    declared = found[1].decode("ascii").lower()
+    declared = match[1].decode("ascii").lower()
     return _ON_THE_WEB.get(declared, declared)
 
 

@@ -44,8 +44,8 @@ def epub_text(source: str, data: bytes, on_notice: Callable[[str], None]) -> str
             except (_NoText, zipfile.BadZipFile, OverflowError):
                 raise error from None
     except OverflowError:
-        most = f"more than {MOST_EXPANDED // 2**20} MiB of text"
-        raise UsageError(f"{source}: this EPUB holds {most}; give the part that matters") from None
+        amount = f"more than {MOST_EXPANDED // 2**20} MiB of text"
+        raise UsageError(f"{source}: this EPUB holds {amount}; give the part that matters") from None
     except _NoText as error:
         raise UsageError(f"{source}: {error}") from None
     except zipfile.BadZipFile as error:
@@ -91,8 +91,8 @@ _Part = tuple[str, zipfile.ZipInfo | None]
 class _Faults:
     """What is wrong with a book: what the user is told, with the names of all parts that it is true of."""
 
-    def __init__(self, *known: str) -> None:
-        self._names: dict[str, list[str]] = {fault: [] for fault in known}
+    def __init__(self, *faults: str) -> None:
+        self._names: dict[str, list[str]] = {fault: [] for fault in faults}
 
     def add(self, fault: str, name: str | None = None) -> None:
         names = self._names.setdefault(fault, [])
@@ -112,9 +112,9 @@ class _Files:
         self._archive = archive
         self._data = data
         self._faults = faults
-        self._left = MOST_EXPANDED
+        self._free_bytes = MOST_EXPANDED
         self._rescued: dict[str | int, bytes] | None = None  # by names, and by places of headers
-        self.entries = [one for one in archive.infolist() if one.filename and not one.is_dir()]
+        self.entries = [info for info in archive.infolist() if info.filename and not info.is_dir()]
         self._exact = {entry.filename: entry for entry in self.entries}
         self._alike = {_plain(entry.filename): entry for entry in reversed(self.entries)}
         self._by_base: dict[str, list[zipfile.ZipInfo]] = {}
@@ -124,12 +124,12 @@ class _Files:
     def find(self, name: str) -> zipfile.ZipInfo | None:
         """Returns the file of this name, else one whose name is the same but for its case, form or folder."""
         names = (name, unquote(name))
-        for one in names:
-            if entry := self._exact.get(one):
+        for candidate in names:
+            if entry := self._exact.get(candidate):
                 return entry
-        for one in names:
-            entry = self._alike.get(_plain(one))
-            same = self._by_base.get(posixpath.basename(_plain(one)), [])
+        for candidate in names:
+            entry = self._alike.get(_plain(candidate))
+            same = self._by_base.get(posixpath.basename(_plain(candidate)), [])
             if entry or len(same) == 1:
                 return entry or same[0]
         return None
@@ -144,7 +144,7 @@ class _Files:
         stated, entry.CRC = entry.CRC, None  # type: ignore[assignment]  # zipfile refuses all for a wrong one
         try:
             with self._archive.open(entry) as file:
-                content = file.read(self._left + 1)
+                content = file.read(self._free_bytes + 1)
         except Exception:  # a broken file raises many types
             content = self._rescue(entry)
             if not content:
@@ -155,8 +155,8 @@ class _Files:
                 self._faults.add("wrong checksum, so parts may be wrong or missing", entry.filename)
         finally:
             entry.CRC = stated
-        self._left -= len(content)
-        if self._left < 0:
+        self._free_bytes -= len(content)
+        if self._free_bytes < 0:
             raise OverflowError
         return content
 
@@ -167,8 +167,8 @@ class _Files:
             with suppress(OverflowError):  # it is in the first files, or lost
                 for file in rescued(self._data, len(self._data) + MOST_EXPANDED):
                     self._rescued |= {file.start: file.content, file.name: file.content}
-        found = self._rescued.get(entry.filename)
-        return self._rescued.get(entry.header_offset, b"") if found is None else found
+        content = self._rescued.get(entry.filename)
+        return self._rescued.get(entry.header_offset, b"") if content is None else content
 
 
 def _plain(name: str) -> str:
@@ -190,7 +190,7 @@ class _Book:
         self._files = files
         self._faults = faults
         self._encrypted = set[str]()
-        self._read = set[str]()
+        self._read_names = set[str]()
         mimetype = files.find("mimetype")
         marked = mimetype is not None and self._data(mimetype).startswith(MIMETYPE)
         self._package = self._find_package()
@@ -258,11 +258,11 @@ class _Book:
 
     def _unlisted(self, ref: str) -> _Part:
         """Returns a part that the manifest lacks: the file that is named like its ID."""
-        found = next(filter(None, (self._files.find(f"{ref}{end}") for end in ("", *ENDINGS))), None)
-        if found is None:
+        entry = next(filter(None, (self._files.find(f"{ref}{end}") for end in ("", *ENDINGS))), None)
+        if entry is None:
             return f"{ref} (not in the manifest)", None
-        self._faults.add("not in the manifest, found by ID", found.filename)
-        return found.filename, found
+        self._faults.add("not in the manifest, found by ID", entry.filename)
+        return entry.filename, entry
 
     def _text(self, path: str, entry: zipfile.ZipInfo | None) -> str:
         """Returns the text of a part, once."""
@@ -270,9 +270,9 @@ class _Book:
             self._faults.add("skipped, missing", path)
             return ""
         name = entry.filename
-        if name in self._read:
+        if name in self._read_names:
             return ""
-        self._read.add(name)
+        self._read_names.add(name)
         if name not in (path, unquote(path)):
             self._faults.add("found under another name", f"{path} is {name}")
         return html_text(self._markup(entry))

@@ -57,7 +57,7 @@ def _text(markup: str) -> str:
 class _Reader:
     def __init__(self, markup: str) -> None:
         self._markup = markup
-        self._found: dict[re.Pattern[str], re.Match[str] | None] = {}
+        self._matches: dict[re.Pattern[str], re.Match[str] | None] = {}
         self._quotes = True  # False: they do not pair up, so none is an attribute's
 
     def tokens(self) -> Iterator[str | Start | End]:
@@ -65,8 +65,8 @@ class _Reader:
         while opening := self._find(_OPENING, at):
             if opening.start() > at:
                 yield _text(self._markup[at : opening.start()])
-            at, read = self._read(opening)
-            yield from read
+            at, parts = self._construct(opening)
+            yield from parts
         if at < len(self._markup):
             yield _text(self._markup[at:])
 
@@ -76,14 +76,14 @@ class _Reader:
         A match counts until reading has passed it, and a missing one for good. So all searches for a pattern
         together look at each character once, however many openings have no end.
         """
-        if pattern in self._found:
-            found = self._found[pattern]
-            if found is None or found.start() >= start:
-                return found
-        self._found[pattern] = search(pattern, self._markup, start)
-        return self._found[pattern]
+        if pattern in self._matches:
+            match = self._matches[pattern]
+            if match is None or match.start() >= start:
+                return match
+        self._matches[pattern] = search(pattern, self._markup, start)
+        return self._matches[pattern]
 
-    def _read(self, opening: re.Match[str]) -> tuple[int, list[str | Start | End]]:
+    def _construct(self, opening: re.Match[str]) -> tuple[int, list[str | Start | End]]:
         """Returns where an opening's construct ends, and its tokens."""
         kind, start = opening[0].lower(), opening.end()
         if kind[1:2].isalpha():
@@ -107,18 +107,18 @@ class _Reader:
         name, attributes, at = opening[0][1:].lower(), dict[str, str](), opening.end()
         if self._find(_TAG_END, at) is None:
             return opening.start() + 1, ["<"]
-        while found := _ATTRIBUTE.match(self._markup, at):
-            at = found.end()
-            if found[1]:
-                return self._content(Start(name, attributes), at, closed=found[0].endswith("/>"))
+        while match := _ATTRIBUTE.match(self._markup, at):
+            at = match.end()
+            if match[1]:
+                return self._content(Start(name, attributes), at, closed=match[0].endswith("/>"))
             value = ""
-            if found[3]:
+            if match[3]:
                 value, at = self._value(at)
-            attributes.setdefault(found[2].lower(), _text(value))
+            attributes.setdefault(match[2].lower(), _text(value))
         # A quote without its partner has hidden the tag's end. Tags end at the next > from here on; as this
         # happens once, no tag is read more than twice.
         self._quotes = False
-        self._found.clear()
+        self._matches.clear()
         return self._start_tag(opening)
 
     def _value(self, at: int) -> tuple[str, int]:

@@ -11,5 +11,5 @@ MOST_LISTED = 50
 def listed(names: Sequence[str]) -> str:
     """Returns names for a notice, with the number of those beyond `MOST_LISTED`."""
     shown = ", ".join(names[:MOST_LISTED])
-    more = len(names) - MOST_LISTED
-    return f"{shown} and {more:,} more" if more > 0 else shown
+    hidden = len(names) - MOST_LISTED
+    return f"{shown} and {hidden:,} more" if hidden > 0 else shown

@@ -54,7 +54,7 @@ def pdf_text(source: str, data: bytes, on_notice: Callable[[str], None]) -> str:
                     text, reason = "", first_line(error)
                     broken.append(str(number))
                 else:
-                    if losses.found():
+                    if losses.pop():
                         broken.append(f"{number} (in part)")
                     elif not text.strip():
                         empty.append(str(number))
@@ -89,7 +89,7 @@ class _Losses(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._thread = threading.get_ident()
-        self._lost = False
+        self._has_losses = False
 
     def __enter__(self) -> _Losses:
         logger = logging.getLogger("pypdf")
@@ -102,9 +102,9 @@ class _Losses(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.thread == self._thread and "XFormObject" in record.getMessage():
-            self._lost = True
+            self._has_losses = True
 
-    def found(self) -> bool:
+    def pop(self) -> bool:
         """Returns whether a part was left out since the last call."""
-        lost, self._lost = self._lost, False
+        lost, self._has_losses = self._has_losses, False
         return lost

@@ -26,11 +26,11 @@ class Rescued(NamedTuple):
     content: bytes
 
 
-def rescued(data: bytes, most: int) -> Iterator[Rescued]:
+def rescued(data: bytes, limit: int) -> Iterator[Rescued]:
     """Yields the files of a zip archive in the order of their headers.
 
     Args:
-        most: bytes that all of them may have together.
+        limit: bytes that all of them may have together.
 
     Raises:
         OverflowError: they have more.
@@ -42,21 +42,21 @@ def rescued(data: bytes, most: int) -> Iterator[Rescued]:
         name = data[start + _HEADER.size : start + _HEADER.size + name_bytes]
         content, at = b"", body
         if method == zipfile.ZIP_DEFLATED:
-            content, at = _inflated(data, body, most)
+            content, at = _inflated(data, body, limit)
         elif method == zipfile.ZIP_STORED:
             if not size:  # it is stated behind the content
                 end = _SIGNATURE.search(data, body)
                 size = (end.start() if end else len(data)) - body
             content, at = data[body : body + size], body + size
-        most -= len(content)
-        if most < 0:
+        limit -= len(content)
+        if limit < 0:
             raise OverflowError
         if not flags & 1:  # it is not encrypted
             yield Rescued(start, name.partition(b"\0")[0].decode("utf-8", "replace"), content)
         at = max(at, start + 4)
 
 
-def _inflated(data: bytes, at: int, most: int) -> tuple[bytes, int]:
+def _inflated(data: bytes, at: int, limit: int) -> tuple[bytes, int]:
     """Returns the content that is compressed at a place, up to damage, and where that ends."""
     inflater, content = zlib.decompressobj(wbits=-zlib.MAX_WBITS), bytearray()
     while at < len(data) and not inflater.eof:
@@ -70,18 +70,18 @@ def _inflated(data: bytes, at: int, most: int) -> tuple[bytes, int]:
                     content += before.decompress(bytes([byte]))
             break
         at += len(step) - len(inflater.unused_data)
-        if len(content) > most:
+        if len(content) > limit:
             raise OverflowError
     return bytes(content), at
 
 
-def rebuilt(data: bytes, most: int) -> zipfile.ZipFile:
+def rebuilt(data: bytes, limit: int) -> zipfile.ZipFile:
     """Returns a new archive of what is left of a damaged one; the last file of a name counts.
 
     Raises:
         OverflowError: see `rescued`.
     """
-    files = {file.name: file.content for file in rescued(data, most)}
+    files = {file.name: file.content for file in rescued(data, limit)}
     archive = zipfile.ZipFile(io.BytesIO(), "w")
     for name, content in files.items():
         if not 0 < len(name) <= LONGEST_NAME or name.endswith("/"):
