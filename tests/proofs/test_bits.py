@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.small_engine import LINKS, PROMPT, engine_overrides
-from support.tiny_models import noisy_copy, tiny_target
+from support.tiny_models import noisy_copy, tiny_target, to
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,7 +26,7 @@ from offload_rt.kernels.native import load_kernel
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="needs the native library")
 
 LENGTH = 48
-MODELS = {
+MODELS: dict[str, tuple[torch.dtype, dict[str, int]]] = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.bfloat16, {}),
     "dots": (torch.bfloat16, {"head_dim": 32}),
@@ -52,12 +52,12 @@ class Text:
 @cache
 def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     dtype, settings = MODELS[name]
-    target = tiny_target("llama-gqa", **settings).to(dtype)
+    target = to(tiny_target("llama-gqa", **settings), dtype)
     return target, noisy_copy(target)
 
 
 def open_llm(name: str, config: str, overrides: Mapping[str, object], link: str = "in place") -> LLM:
-    options: dict[str, Any] = {"overrides": engine_overrides() | overrides, "link": LINKS[link]()}
+    options: dict[str, Any] = {"overrides": {**engine_overrides(), **overrides}, "link": LINKS[link]()}
     return LLM.from_models(*models(name), config=config, **options)
 
 
