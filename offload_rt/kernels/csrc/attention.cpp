@@ -35,6 +35,13 @@ constexpr int64_t UNIT = 1024;  // tokens, at most
 constexpr int64_t LEAST_TILE = 16;  // queries that are worth a transposition of the keys
 constexpr double MAX_EXPONENT = 80.0;  // of a mass, as in attention/operators.py
 
+// Memory of the calling thread, valid until its next call for the type: fresh memory would be mapped and zeroed.
+template <typename T> static T* own_memory(size_t count) {
+    static thread_local std::vector<T> memory;
+    if (memory.size() < count) memory.resize(count);
+    return memory.data();
+}
+
 // The factor by which attention mass grows whose reference lies `distance` lower.
 static inline float mass_factor(double distance) { return float(std::exp(std::min(distance, MAX_EXPONENT))); }
 
@@ -155,10 +162,10 @@ template <typename Side> struct Call {
             lse[at] = found;
             return;
         }
-        const double top = std::max(found, lse[at]);
-        const double before_it = std::exp(lse[at] - top), of_it = std::exp(found - top), whole = before_it + of_it;
-        const float left = float(before_it / whole), added = float(of_it / whole);
-        lse[at] = top + std::log(whole);
+        const double distance = found - lse[at];
+        const float less = std::exp(-std::abs(float(distance))), most = 1.0f / (1.0f + less);  // shares of the two
+        const float added = distance > 0 ? most : less * most, left = distance > 0 ? less * most : most;
+        lse[at] = std::max(lse[at], found) + std::log1p(less);
         for (int d = 0; d < dim; ++d) total[d] = left * total[d] + added * part[d];
     }
 
@@ -265,8 +272,9 @@ template <typename Products, typename Side> static void attend(const Call<Side>&
     splits = std::max<int64_t>(1, (units + step - 1) / step);
     const int64_t tasks = groups * tiles * splits;
     // Of tokens that are split: attention over every unit, to be added in order.
-    std::vector<float> parts(splits > 1 ? units * rows * dim : 0);
-    std::vector<double> found(splits > 1 || (call.mass && !call.reference) ? units * rows : 0);
+    const bool keeps_found = splits > 1 || (call.mass && !call.reference);
+    float* const parts = splits > 1 ? own_memory<float>(units * rows * dim) : nullptr;
+    double* const found = keeps_found ? own_memory<double>(units * rows) : nullptr;
 
 #pragma omp parallel num_threads(int(call.threads)) if (tasks > 1)
     {
@@ -280,7 +288,7 @@ template <typename Products, typename Side> static void attend(const Call<Side>&
                 for (int64_t r = 0; r < task.heads * task.count; ++r) call.begin_row(task.query(r, call.count));
             const auto add = [&](int64_t unit, int r, double of_unit) {
                 const int64_t at = task.query(r, call.count);
-                if (!found.empty()) found[at * units + unit] = of_unit;
+                if (found) found[at * units + unit] = of_unit;
                 if (splits > 1)
                     std::copy_n(&s.sums[r * dim], dim, &parts[(at * units + unit) * dim]);
                 else
@@ -289,7 +297,7 @@ template <typename Products, typename Side> static void attend(const Call<Side>&
             all_heads ? attend_task<true>(call, task, s, add) : attend_task<false>(call, task, s, add);
         }
 #pragma omp for schedule(static)
-        for (int64_t at = 0; at < (found.empty() ? 0 : rows); ++at) {
+        for (int64_t at = 0; at < (found ? rows : 0); ++at) {
             if (splits > 1) {
                 call.begin_row(at);
                 for (int64_t unit = 0; unit < units; ++unit)
