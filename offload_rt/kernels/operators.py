@@ -50,12 +50,12 @@ def combine(
     Returns:
         The new sum and its log-sum-exp, in float32 or wider.
     """
-    dtype = lses.dtype
+    dtype = torch.promote_types(parts.dtype, torch.float32) if out is None else out.dtype
     if len(parts) == 1:
         summed, total = parts[0].to(dtype), lses[0]
     else:
         total = lses.logsumexp(0)
-        weights = (lses - total).nan_to_num(nan=0.0).exp()[..., None]
+        weights = (lses - total).nan_to_num(nan=0.0).exp().to(dtype)[..., None]
         summed = (parts.to(dtype) * weights).sum(0)
     if out is None or lse is None:
         return summed, total
