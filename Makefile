@@ -12,6 +12,8 @@ GPU_TESTS := tests/cpu_kv $(patsubst %,tests/%.py,api/test_context api/test_pref
   attention/test_attention caches/test_caches caches/test_resident drafting/test_penalties engine/test_host \
   engine/test_local_layers engine/test_packed_engine engine/test_streaming_engine model/test_graphs \
   model/test_remote_mlp model/test_two_devices)
+# Each run of the tests has several processes, which import the same files: they are compiled once.
+export PYTHONDONTWRITEBYTECODE :=
 RANDOM_ON_CUDA := --device cuda --acceptance 0.8,0.92,0.97 --model random
 
 .PHONY: install demo test lint bench bench-peers gpu gpu-quick gpu-7b clean
