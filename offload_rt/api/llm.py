@@ -19,8 +19,8 @@ from offload_rt.config.schema import AUTO
 from offload_rt.drafting.levels.base import needs_draft_model
 from offload_rt.drafting.levels.configs import load_configs
 from offload_rt.engine.engine import ProgressReport
-from offload_rt.engine.prefix_file import SavedContext
 from offload_rt.engine.results import GenerationResult
+from offload_rt.engine.saved_context import SavedContext
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.config_shapes import ignored_parts
 from offload_rt.model.rope import Yarn

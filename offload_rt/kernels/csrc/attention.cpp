@@ -27,7 +27,7 @@
 
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
-constexpr float MAX_EXPONENT = 80.0f;  // of a mass, as in attention/operators.py
+constexpr float MAX_EXPONENT = 80.0f;  // of a mass, as in kernels/operators.py
 
 // Working memory of one thread for `rows` queries: scores and weights of a block of tokens, and the sums over
 // all blocks so far.
@@ -102,7 +102,7 @@ static inline void softmax_weights(Scratch<Products>& s, int scored, int r, int 
     store(&s.denominator[r * LANES], denominator);
 }
 
-// The arguments of a call (`_Call` in __init__.py). Contiguous: `out` and `before` [heads, count, dim], `lse`,
+// The arguments of a call (`_Call` in native.py). Contiguous: `out` and `before` [heads, count, dim], `lse`,
 // `lse_before` and `reference` [heads, count], `mask` [count, tokens] or null. `before` is attention over other tokens,
 // to which this call's is added, or null. `mass` [heads, sampled, tokens / chunk] or null, whose rows are `mass_stride`
 // apart, receives for each chunk the sum of exp(score - reference) of sampled queries; `reference` null: relative to

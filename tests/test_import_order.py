@@ -40,6 +40,13 @@ def imported(source: str) -> set[str]:
     return found
 
 
+def test_the_store_imports_nothing_of_the_runtime() -> None:
+    importing = {
+        path.name for path in (ROOT.parent / "cpu_kv").glob("*.py") if imported(path.read_text("utf-8"))
+    }
+    assert not importing
+
+
 def test_nothing_is_imported_from_a_floor_above() -> None:
     floors = {name: number for number, line in enumerate(FLOORS.split("\n")) for name in line.split()}
     upward = set()
