@@ -24,7 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offload-rt needs Python 3.11 or newer: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv .venv
 	@echo 'downloads and installs the dependencies into .venv: 2.3 GB with torch for CPUs, 5.6 GB with CUDA'
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[bench,test]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[bench,test]'
 	touch $@
 
 demo: $(INSTALLED)
