@@ -94,7 +94,8 @@ def test_a_code_is_at_most_half_a_step_away(
         )
         error = (side.reshape(whole.shape) - whole).abs()
         assert bool((error <= 0.52 * (1 + 2 * spare) * span / (2**bits - 1) + 1e-30).all())
-    assert not layer.key_codes[:, groups * GROUP :].any() and not any(t.any() for t in kv.layer(0))
+    assert not any(codes[:, groups * GROUP :].any() for codes in (layer.key_codes, layer.value_codes))
+    assert not any(tensor.any() for tensor in kv.layer(0))
 
 
 def of_heads(whole: Tensor, tokens: list[list[list[int]]]) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pkgutil
 import re
-import subprocess
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -48,10 +47,8 @@ from offload_rt.kernels import triton_operators, triton_pages  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-TARGETS = [86, 90, 120]
-"""RTX 3060 to 3090, H100 and H200, RTX 5060 to 5090."""
-ALSO = {86: 89}
-"""RTX 4060 to 4090, for which Triton writes the same PTX."""
+TARGETS = [86, 89, 90, 120]
+"""RTX 3060 to 3090, RTX 4060 to 4090, H100 and H200, RTX 5060 to 5090."""
 MOST_SHARED = 99 * 1024
 """Bytes of shared memory that one block can have on a desktop's GPU."""
 MOST_SPILLED = 32
@@ -256,16 +253,6 @@ def project_kernels() -> dict[str, Any]:
     return found
 
 
-def assembled(ptx: str, written: int, capability: int, folder: Path) -> str:
-    """Returns what ptxas reports of PTX that was written for one GPU and is assembled for another."""
-    source = folder / "kernel.ptx"
-    source.write_text(ptx.replace(f".target sm_{written}", f".target sm_{capability}"), encoding="utf-8")
-    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{capability}", str(source)]
-    ended = subprocess.run([*command, "-o", str(folder / "kernel.cubin")], capture_output=True, text=True)
-    assert ended.returncode == 0 and f"sm_{capability}" in ended.stderr, ended.stderr
-    return ended.stderr
-
-
 def test_every_kernel_is_launched(runs: dict[str, Run]) -> None:
     """A new kernel must be launched by one of the runs above, else nothing compiles it before a GPU does."""
     every = project_kernels()
@@ -298,13 +285,10 @@ def test_no_variant_spills(
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         log = capfd.readouterr().out
-        assert f"sm_{capability}" in log, f"ptxas reported nothing: {log}"
-        if capability in ALSO:
-            log += assembled(compiled.asm["ptx"], capability, ALSO[capability], tmp_path)
         spills = re.findall(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
         )
-        assert len(spills) >= 1 + (capability in ALSO), f"ptxas reported no spills: {log}"
+        assert spills and f"sm_{capability}" in log, f"ptxas reported nothing: {log}"
         shared = compiled.metadata.shared
         if any(int(number) > MOST_SPILLED for one in spills for number in one) or shared > MOST_SHARED:
             failures.append(f"{variant}: {spills} bytes of stack, {shared} of shared memory")

@@ -17,7 +17,7 @@ from offload_rt.config.files import config_names
 from offload_rt.model.draft_head import save_head
 from offload_rt.model.runner import CausalModel
 
-NEW_TOKENS = 32
+NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 7, 100, 1000, 4000)
 TIE = 1e-4
 
