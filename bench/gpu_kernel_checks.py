@@ -37,7 +37,7 @@ from offload_rt.caches.selection import NONE, choose_of_layers
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.kernels import operators
 from offload_rt.kernels.quantized import QuantizedKV
-from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.runner import open_runner
 from offload_rt.text.tokenize import common_beginning
 
 SHAPES = {"llama2-7b": (32, 32), "llama3.1-8b": (32, 8)}
@@ -310,7 +310,7 @@ def equal_tokens(subject: Subject) -> Iterator[Row]:
             key: min(value, whole) if type(value) is int else value for key, value in overrides.items()
         }
         model = random_model("tiny", torch.device("cpu"), torch.bfloat16)  # the same weights each time
-        target = GraphedModel(torch.nn.Module.to(model, device), "tiny", notices.append)
+        target = open_runner(torch.nn.Module.to(model, device), "tiny", notices.append)
         room = sizes.tokens_context + sizes.new_tokens + CHUNK
         config = load_config("retrieval", keys | placement)
         with closing(RecordedText(target, None, CudaLink(device), config, room)) as text:

@@ -21,13 +21,13 @@ from offload_rt.errors import UsageError
 from offload_rt.machine.devices import DEVICES, choose_devices, choose_dtype
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.checkpoint_config import model_config
-from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.embedded import DEMO, DEMO_DRAFT, model_name, model_source
 from offload_rt.model.loading import check_same_tokens, checked_config, load_model, load_tokenizer
 from offload_rt.model.local_models import local_drafts
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantized_checkpoints import installed_quantization, refuse_dependent_rows
 from offload_rt.model.rope import Yarn
+from offload_rt.model.runner import open_runner
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.local_plans import choose_draft
 from offload_rt.planning.planner import Plan, ranked, requests_for
@@ -59,7 +59,7 @@ class Opened:
             models = []
             for model_and_name in (self.target, self.draft) if self.draft is not None else (self.target,):
                 refuse_dependent_rows(*model_and_name)
-                models.append(GraphedModel(*model_and_name, on_notice))
+                models.append(open_runner(*model_and_name, on_notice))
                 refused.callback(models[-1].restore)
             small = models[1] if self.draft is not None else None
             engine = Engine(models[0], small, self.configs, link, on_progress, on_notice, self.other_links)
