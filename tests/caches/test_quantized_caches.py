@@ -36,6 +36,7 @@ from torch import Tensor
 from cpu_kv import KVLayout
 from offload_rt.caches import retrieved
 from offload_rt.caches import sizes as sizes_of_caches
+from offload_rt.kernels.quantize import quantize
 from offload_rt.kernels.quantized import QuantizedKV
 from offload_rt.kernels.sizes import GROUP, QuantizedSize
 
@@ -77,7 +78,7 @@ def test_a_code_is_at_most_half_a_step_away(
     kv = QuantizedKV.empty(layout, (groups + 1) * GROUP, bits, torch.device("cpu"))
     kv.clear()
     layer = kv.layer(1)
-    layer.put(keys, values)
+    quantize(layer, keys, values)
     assert layer.bits == bits and kv.nbytes == QuantizedSize((groups + 1) * GROUP, bits).nbytes(layout)
     found = layer.first(groups * GROUP).dequantized(torch.float32)
     # In 8 bits all keys of a head share their ranges, and in 4 those of a group.

@@ -30,6 +30,7 @@ from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.engine.batching import PassThread
+from offload_rt.kernels.quantize import quantize
 from offload_rt.kernels.sizes import GROUP, MASKED_PAGE, QuantizedSize
 from offload_rt.model.cuda_graphs import CudaCapture, PassGraphs
 from offload_rt.model.layer_order import LayerOrder
@@ -147,7 +148,7 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
         cache.buffer.add_means(pages)
         assert cache.buffer.quantized is not None
         for layer, entries in enumerate(chosen):
-            cache.buffer.quantized.layer(layer).put(*entries)
+            quantize(cache.buffer.quantized.layer(layer), *entries)
     text = byte_ids(200)
     shapes: set[tuple[int, ...]] = set()
     for step, count in enumerate((1, 3, 1, 2, 7, 1, 1, 5, 4, 1, 2, 9, 1)):
