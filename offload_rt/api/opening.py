@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +38,21 @@ Sizes = tuple[int, int]
 
 
 @dataclass(frozen=True)
+class LLMOptions:
+    """What an `LLM` opens, and for which sizes; see `LLM` for the values."""
+
+    model: str | Path | None = None
+    draft: str | Path | None = None
+    config: str = AUTO
+    device: str = "auto"
+    dtype: str = "auto"
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    rope: str | Yarn | None = None
+    size_hint: Sizes | None = None
+    quantize: str = NO_QUANTIZATION
+
+
+@dataclass(frozen=True)
 class Opened:
     """Loaded models with their names, and what an engine needs beside them."""
 
@@ -68,29 +83,23 @@ class Opened:
 
 
 def open_models(
-    model: str | Path | None,
-    draft: str | Path | None,
-    config: str,
-    device: str,
-    dtype: str,
-    overrides: Mapping[str, object],
-    rope: str | Yarn | None,
-    size_hint: Sizes | None,
-    on_progress: ProgressReport | None,
-    on_plan: Callable[[Plan], None] | None,
-    quantize: str = NO_QUANTIZATION,
+    options: LLMOptions, on_progress: ProgressReport | None, on_plan: Callable[[Plan], None] | None
 ) -> Opened:
-    """Loads the models of `LLM(…)`, which says what the arguments mean.
+    """Loads the models of an LLM.
+
+    Args:
+        on_progress, on_plan: see `LLM`.
 
     Raises:
         UsageError: the models, the config or the devices do not exist, do not go together or do not fit.
     """
-    rope = Yarn.parse(rope) if isinstance(rope, str) else rope
-    configs = load_configs(config, overrides)  # what is cheap to check comes first
-    place, *other_devices = devices = choose_devices(device)
-    source, name = model_source(model), model_name(model)
-    torch_dtype = choose_dtype(dtype, place, model_config(source).dtype)
-    if draft is None and (model is None or str(model) == DEMO):
+    rope = Yarn.parse(options.rope) if isinstance(options.rope, str) else options.rope
+    configs = load_configs(options.config, options.overrides)  # what is cheap to check comes first
+    place, *other_devices = devices = choose_devices(options.device)
+    source, name = model_source(options.model), model_name(options.model)
+    torch_dtype = choose_dtype(options.dtype, place, model_config(source).dtype)
+    draft, size_hint, quantize = options.draft, options.size_hint, options.quantize
+    if draft is None and (options.model is None or str(options.model) == DEMO):
         draft = DEMO_DRAFT
     if str(draft) == NO_DRAFT or not needs_draft_model(configs):
         draft = None
@@ -123,7 +132,7 @@ def open_models(
     small = None
     if small_source is not None:
         small = load_model(small_source, place, target.dtype, on_progress, "load draft"), str(draft)
-    if place.type == "cuda" and device in DEVICES and torch.cuda.device_count() > 1:
+    if place.type == "cuda" and options.device in DEVICES and torch.cuda.device_count() > 1:
         notices.append("another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too")
     links = [CudaLink(device) for device in other_devices]
     plan_of_hint = None if size_hint is None else plan
