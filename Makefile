@@ -12,6 +12,8 @@ GPU_TESTS := tests/cpu_kv $(patsubst %,tests/%.py,api/test_context api/test_pref
   attention/test_attention caches/test_caches caches/test_resident drafting/test_penalties engine/test_host \
   engine/test_local_layers engine/test_packed_engine engine/test_streaming_engine model/test_graphs \
   model/test_remote_mlp model/test_two_devices)
+# Each run of the tests has several processes, which import the same files: they are compiled once.
+export PYTHONDONTWRITEBYTECODE :=
 RANDOM_ON_CUDA := --device cuda --acceptance 0.8,0.92,0.97 --model random
 
 .PHONY: install demo test lint bench bench-peers gpu gpu-quick gpu-7b clean
@@ -22,7 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "offload-rt needs Python 3.11 or newer: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv .venv
 	@echo 'downloads and installs the dependencies into .venv: 2.3 GB with torch for CPUs, 5.6 GB with CUDA'
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[bench,test]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[bench,test]'
 	touch $@
 
 demo: $(INSTALLED)

@@ -32,9 +32,8 @@ from offload_rt.drafting.levels.configs import load_config
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.machine.measuring import seconds
 from offload_rt.model.config_shapes import from_config
-from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.passes import PassInput
-from offload_rt.model.runner import CausalModel
+from offload_rt.model.runner import CausalModel, open_runner
 from offload_rt.planning.planner import plan
 from offload_rt.planning.request import PlanRequest
 from offload_rt.system.device_copies import to_host
@@ -65,7 +64,7 @@ def opened(subject: Subject, context: int, keys: Mapping[str, object]) -> Iterat
     """Prefills a prompt of `context` tokens, and decodes once to warm up."""
     device, sizes = subject.device, subject.sizes
     config, captures = load_config("retrieval", {**sizes.config, **keys}), list[str]()
-    target = GraphedModel(random_model(sizes.shape, device, torch.bfloat16), sizes.shape, captures.append)
+    target = open_runner(random_model(sizes.shape, device, torch.bfloat16), sizes.shape, captures.append)
     hardware = usable_hardware(device, target.weight_bytes)
     shape = from_config(target.module.config, ElementType.of(target.dtype), sizes.shape)
     request = PlanRequest(shape, None, config, context, ROOM, hardware)  # as the engine makes it
@@ -172,12 +171,12 @@ def cpu_share(subject: Subject) -> Iterator[Row]:
 def drafting(subject: Subject) -> Iterator[Row]:
     """Times a drafted token, alone and beside a stream."""
     device, sizes, entries = subject.device, subject.sizes, subject.sizes.drafted_entries
-    model = GraphedModel(random_model(sizes.shape, device, torch.bfloat16), sizes.shape, lambda notice: None)
+    model = open_runner(random_model(sizes.shape, device, torch.bfloat16), sizes.shape, lambda notice: None)
     layout, backend = model.kv_layout(), choose_backend(device)
     # All bounded caches cost a pass the same, and this one needs no full cache.
     cache = StreamingCache(layout, model.rotary_frequencies, sinks=4, window=entries - 4, backend=backend)
     model.prepare(cache, (1,), None)
-    CausalModel.forward(model, [PassInput(cache, NewTokens.chain(entries), 1)])
+    model.forward([PassInput(cache, NewTokens.chain(entries), 1)])
     cache.commit(range(entries))
     cache.settle()
 

@@ -36,8 +36,9 @@ from offload_rt.attention.page_codec import machine_codec
 from offload_rt.caches.selection import NONE, choose_of_layers
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.kernels import operators
+from offload_rt.kernels.quantize import quantize
 from offload_rt.kernels.quantized import QuantizedKV
-from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.runner import open_runner
 from offload_rt.text.tokenize import common_beginning
 
 SHAPES = {"llama2-7b": (32, 32), "llama3.1-8b": (32, 8)}
@@ -129,7 +130,7 @@ def _quantized(subject: Subject, heads: int, kv_heads: int, bits: int) -> tuple[
     device, tokens = subject.device, subject.sizes.quantized_entries
     layout = KVLayout(1, kv_heads, HEAD_DIM, torch.bfloat16)
     layer = QuantizedKV.empty(layout, tokens, bits, device).layer(0)
-    layer.put(*random_kv(2, kv_heads, tokens, HEAD_DIM, device=device))
+    quantize(layer, *random_kv(2, kv_heads, tokens, HEAD_DIM, device=device))
     queries = fold(random_kv(heads, 4, HEAD_DIM, device=device), kv_heads)
     entries = torch.tensor(tokens - 40, device=device)
 
@@ -272,7 +273,7 @@ def temporaries(subject: Subject) -> Iterator[Row]:
     keys, values = random_kv(2, heads, tokens, HEAD_DIM, device=device)
     works: dict[str, Callable[[], object]] = {
         "choose": partial(choose_of_layers, scores, slot_chunks),
-        "quantise": partial(layer.put, keys, values),
+        "quantise": partial(quantize, layer, keys, values),
     }
     for name, work in works.items():
         torch.cuda.synchronize(device)
@@ -310,7 +311,7 @@ def equal_tokens(subject: Subject) -> Iterator[Row]:
             key: min(value, whole) if type(value) is int else value for key, value in overrides.items()
         }
         model = random_model("tiny", torch.device("cpu"), torch.bfloat16)  # the same weights each time
-        target = GraphedModel(torch.nn.Module.to(model, device), "tiny", notices.append)
+        target = open_runner(torch.nn.Module.to(model, device), "tiny", notices.append)
         room = sizes.tokens_context + sizes.new_tokens + CHUNK
         config = load_config("retrieval", keys | placement)
         with closing(RecordedText(target, None, CudaLink(device), config, room)) as text:

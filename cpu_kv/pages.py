@@ -66,9 +66,8 @@ class PagePool:
         self._slabs: dict[int, Slab] = {}
         self._slabs_made = 0
         self._free_pages: list[tuple[int, int]] = []  # heap of (slab number, page of the slab): lowest first
-        self._extra_owners: Counter[tuple[int, int]] = (
-            Counter()
-        )  # by slab number and page: owners beyond the first
+        # Owners beyond the first one, by slab number and page.
+        self._extra_owners: Counter[tuple[int, int]] = Counter()
 
     @property
     def pages(self) -> int:

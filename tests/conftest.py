@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ if not EMULATED_CUDA and not has_nvidia_driver():
 
 def pytest_configure(config: pytest.Config) -> None:
     """Emulates a GPU before tests are imported, but not in the process that only distributes them."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of what a script starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     distributes = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if EMULATED_CUDA and not distributes:
         from emulated import cuda

@@ -29,11 +29,11 @@ from offload_rt.config.priors import (
     expected_tokens,
 )
 from offload_rt.config.schema import LevelConfig
+from offload_rt.config.sequoia import TreePlan
 from offload_rt.drafting.levels.base import needs_draft_model
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.drafting.levels.sources import DatastoreLevel
 from offload_rt.drafting.model_drafter import ModelDrafter
-from offload_rt.drafting.sequoia import TreePlan
 from offload_rt.model.embedded import DEMO
 from offload_rt.model.layer_order import LayerOrder
 

@@ -20,11 +20,10 @@ from offload_rt.drafting.levels.configs import load_config
 from offload_rt.machine.devices import choose_dtype
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.checkpoint_config import model_config
-from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.embedded import model_name
 from offload_rt.model.loading import load_model
 from offload_rt.model.named_shapes import find_shape
-from offload_rt.model.runner import CausalModel
+from offload_rt.model.runner import CausalModel, open_runner
 from offload_rt.planning.planner import plan
 from offload_rt.planning.request import PlanRequest
 
@@ -45,7 +44,7 @@ def shared_text(setup: Setup) -> RecordedText:
     notices = list[str]()
 
     def load(source: str) -> CausalModel:
-        return GraphedModel(load_model(source, device, dtype), model_name(source), notices.append)
+        return open_runner(load_model(source, device, dtype), model_name(source), notices.append)
 
     target, draft = load(setup.model), load(setup.draft) if setup.draft else None
     link: Link = CudaLink(device) if device.type == "cuda" else CpuLink()

@@ -13,8 +13,8 @@ from offload_rt.api.frontend import GREEDY, Frontend, Prompt
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.output import OutputProcessor, step
 from offload_rt.engine.prefix import KVPrefix
-from offload_rt.engine.prefix_file import SavedContext, save_prefix
 from offload_rt.engine.results import GenerationResult, TokenEvent
+from offload_rt.engine.saved_context import SavedContext, save_prefix
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.planning.request import check_positions

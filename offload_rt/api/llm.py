@@ -14,13 +14,13 @@ from cpu_kv import Link
 from offload_rt.api.batch import continue_batch, generate_batch
 from offload_rt.api.context import ROOM, Context, TokenStream
 from offload_rt.api.frontend import GREEDY, Frontend, Notices, Prompt
-from offload_rt.api.opening import Opened, name_of, open_models
+from offload_rt.api.opening import LLMOptions, Opened, name_of, open_models
 from offload_rt.config.schema import AUTO
 from offload_rt.drafting.levels.base import needs_draft_model
 from offload_rt.drafting.levels.configs import load_configs
 from offload_rt.engine.engine import ProgressReport
-from offload_rt.engine.prefix_file import SavedContext
 from offload_rt.engine.results import GenerationResult
+from offload_rt.engine.saved_context import SavedContext
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.config_shapes import ignored_parts
 from offload_rt.model.rope import Yarn
@@ -76,10 +76,10 @@ class LLM(Frontend):
         on_plan: Callable[[Plan], None] | None = None,
         quantize: str = "none",
     ) -> None:
-        opened = open_models(
-            model, draft, config, device, dtype, overrides, rope, size_hint, on_progress, on_plan, quantize
+        options = LLMOptions(
+            model, draft, config, device, dtype, overrides, rope, size_hint, quantize=quantize
         )
-        self._start(opened, on_progress, on_notice)
+        self._start(open_models(options, on_progress, on_plan), on_progress, on_notice)
 
     @classmethod
     def from_models(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,13 +21,13 @@ from offload_rt.errors import UsageError
 from offload_rt.machine.devices import DEVICES, choose_devices, choose_dtype
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.checkpoint_config import model_config
-from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.embedded import DEMO, DEMO_DRAFT, model_name, model_source
 from offload_rt.model.loading import check_same_tokens, checked_config, load_model, load_tokenizer
 from offload_rt.model.local_models import local_drafts
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantized_checkpoints import installed_quantization, refuse_dependent_rows
 from offload_rt.model.rope import Yarn
+from offload_rt.model.runner import open_runner
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.local_plans import choose_draft
 from offload_rt.planning.planner import Plan, ranked, requests_for
@@ -35,6 +35,21 @@ from offload_rt.planning.planner import Plan, ranked, requests_for
 SHORTEST_CONTEXT = 1024  # tokens: weights are spread over GPUs for no shorter one
 Sizes = tuple[int, int]
 """Prompt tokens and new ones."""
+
+
+@dataclass(frozen=True)
+class LLMOptions:
+    """What an `LLM` opens, and for which sizes; see `LLM` for the values."""
+
+    model: str | Path | None = None
+    draft: str | Path | None = None
+    config: str = AUTO
+    device: str = "auto"
+    dtype: str = "auto"
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    rope: str | Yarn | None = None
+    size_hint: Sizes | None = None
+    quantize: str = NO_QUANTIZATION
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,7 @@ class Opened:
             models = []
             for model_and_name in (self.target, self.draft) if self.draft is not None else (self.target,):
                 refuse_dependent_rows(*model_and_name)
-                models.append(GraphedModel(*model_and_name, on_notice))
+                models.append(open_runner(*model_and_name, on_notice))
                 refused.callback(models[-1].restore)
             small = models[1] if self.draft is not None else None
             engine = Engine(models[0], small, self.configs, link, on_progress, on_notice, self.other_links)
@@ -68,29 +83,23 @@ class Opened:
 
 
 def open_models(
-    model: str | Path | None,
-    draft: str | Path | None,
-    config: str,
-    device: str,
-    dtype: str,
-    overrides: Mapping[str, object],
-    rope: str | Yarn | None,
-    size_hint: Sizes | None,
-    on_progress: ProgressReport | None,
-    on_plan: Callable[[Plan], None] | None,
-    quantize: str = NO_QUANTIZATION,
+    options: LLMOptions, on_progress: ProgressReport | None, on_plan: Callable[[Plan], None] | None
 ) -> Opened:
-    """Loads the models of `LLM(…)`, which says what the arguments mean.
+    """Loads the models of an LLM.
+
+    Args:
+        on_progress, on_plan: see `LLM`.
 
     Raises:
         UsageError: the models, the config or the devices do not exist, do not go together or do not fit.
     """
-    rope = Yarn.parse(rope) if isinstance(rope, str) else rope
-    configs = load_configs(config, overrides)  # what is cheap to check comes first
-    place, *other_devices = devices = choose_devices(device)
-    source, name = model_source(model), model_name(model)
-    torch_dtype = choose_dtype(dtype, place, model_config(source).dtype)
-    if draft is None and (model is None or str(model) == DEMO):
+    rope = Yarn.parse(options.rope) if isinstance(options.rope, str) else options.rope
+    configs = load_configs(options.config, options.overrides)  # what is cheap to check comes first
+    place, *other_devices = devices = choose_devices(options.device)
+    source, name = model_source(options.model), model_name(options.model)
+    torch_dtype = choose_dtype(options.dtype, place, model_config(source).dtype)
+    draft, size_hint, quantize = options.draft, options.size_hint, options.quantize
+    if draft is None and (options.model is None or str(options.model) == DEMO):
         draft = DEMO_DRAFT
     if str(draft) == NO_DRAFT or not needs_draft_model(configs):
         draft = None
@@ -123,7 +132,7 @@ def open_models(
     small = None
     if small_source is not None:
         small = load_model(small_source, place, target.dtype, on_progress, "load draft"), str(draft)
-    if place.type == "cuda" and device in DEVICES and torch.cuda.device_count() > 1:
+    if place.type == "cuda" and options.device in DEVICES and torch.cuda.device_count() > 1:
         notices.append("another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too")
     links = [CudaLink(device) for device in other_devices]
     plan_of_hint = None if size_hint is None else plan

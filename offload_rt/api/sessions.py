@@ -12,7 +12,7 @@ from offload_rt.api.frontend import Frontend
 from offload_rt.api.session_files import GONE, PREFIX, SUFFIX, SessionFiles, discard, touch
 from offload_rt.engine.context_files import CorruptContext, Messages
 from offload_rt.engine.prefix import KVPrefix
-from offload_rt.engine.prefix_file import SavedContext, save_prefix
+from offload_rt.engine.saved_context import SavedContext, save_prefix
 from offload_rt.errors import UsageError
 from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.runner import CausalModel

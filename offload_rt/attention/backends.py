@@ -302,8 +302,9 @@ class NativeCpuBackend(TorchCpuBackend):
         kernel, chunk = self._kernel, pages.tokens // mass.shape[2]
         if not (kernel.supports(queries, pages) and kernel.supports_mass(pages, chunk)):
             return super().add_with_mass(total, queries, pages, scale, sample, mass, reference)
-        given = (total, mass, reference, sample.period, sample.step)
-        return kernel.attend(queries, pages, scale, None, self.threads, *given)
+        return kernel.attend(
+            queries, pages, scale, None, self.threads, total, mass, reference, sample.period, sample.step
+        )
 
     def add_quantized(
         self, total: Total | None, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None
@@ -364,8 +365,9 @@ class TorchCudaBackend(_TorchBackend):
         chunk = pages.tokens // mass.shape[2]
         parts = chunk // math.gcd(chunk, PACKED_TILE)
         fine = mass if parts == 1 else mass.new_empty(*mass.shape[:2], mass.shape[2] * parts)
-        taken = fine, reference, sample.period, sample.step
-        found = self.operators.attend_packed(queries, packed.data, packed.page_tokens, scale, *taken)
+        found = self.operators.attend_packed(
+            queries, packed.data, packed.page_tokens, scale, fine, reference, sample.period, sample.step
+        )
         if parts > 1:
             torch.sum(fine.unflatten(2, (-1, parts)), -1, out=mass)
         return self.combined(total, *found)

@@ -252,8 +252,16 @@ class BoundedCache(DerivedCache):
         if self._new_tokens is None:
             raise RuntimeError("attend without a pass: call begin first")
         if self._attention is None:
-            counts = self.entries, len(self.speculative), self._means, self.unretrieved, self.quantized
-            self._attention = BufferAttention.behind(self.buffer, self.backend, self._new_tokens, *counts)
+            self._attention = BufferAttention.behind(
+                self.buffer,
+                self.backend,
+                self._new_tokens,
+                self.entries,
+                len(self.speculative),
+                self._means,
+                self.unretrieved,
+                self.quantized,
+            )
         return self._attention
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:

@@ -19,6 +19,7 @@ from cpu_kv.mapped import computed_copy
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.caches.selection import NO_MORE
 from offload_rt.caches.sizes import PENDING_BYTES, PORTION_BYTES
+from offload_rt.kernels.quantize import quantize
 
 _Places = slice | tuple[Tensor, Tensor]
 """Entries of a layer, the same for every head; or heads and chunk slots."""
@@ -172,7 +173,7 @@ class RetrievalRefresh:
         """Quantises all chosen chunks of a layer, which are complete."""
         if self._whole and self.layout.quantized and layer >= 0:
             assert self.buffer.quantized is not None
-            self.buffer.quantized.layer(layer).put(*self._chosen_entries(layer))
+            quantize(self.buffer.quantized.layer(layer), *self._chosen_entries(layer))
 
     def take_from_store(self) -> None:
         """Takes every entry from the store now. Raises CopyFailed."""

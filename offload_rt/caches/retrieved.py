@@ -266,8 +266,9 @@ class RetrievedCache(BoundedCache):
         whole = not chunks.intact
         choose = self._chooser(layout, queries, chunks.begin(layout.chosen_end // self.chunk))
         self._send_means(buffer, layout)
-        settings = layout, choose, buffer, self._choosing, whole, self._staging
-        return RetrievalRefresh(transfer, self.chunk, *settings)
+        return RetrievalRefresh(
+            transfer, self.chunk, layout, choose, buffer, self._choosing, whole, self._staging
+        )
 
     def _no_chunks(self) -> HeldChunks:
         kv, slots = self._layout, -(-self.budget // self._unit) * self._unit // self.chunk

@@ -21,7 +21,7 @@ from offload_rt.config.priors import (
 from offload_rt.errors import UsageError
 
 if TYPE_CHECKING:
-    from offload_rt.drafting.sequoia import TreePlan
+    from offload_rt.config.sequoia import TreePlan
 
 RULE = (
     "must be auto, chain, sequences:K, tree:W,W,... (children of a node by depth), "
@@ -154,7 +154,7 @@ class DraftShape:
 
 
 def _planned(rates: Sequence[float], nodes: int) -> TreePlan:
-    from offload_rt.drafting.sequoia import plan  # with torch, which a configuration alone should not import
+    from offload_rt.config.sequoia import plan  # with torch, which takes seconds to import
 
     return plan(rates, nodes)
 

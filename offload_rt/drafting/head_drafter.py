@@ -19,10 +19,11 @@ from offload_rt.config.schema import HeadConfig
 from offload_rt.drafting.base import DraftAhead, Drafter, HiddenState, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.verifier import Sampling
+from offload_rt.model.decoder import NotANumber
 from offload_rt.model.draft_head import DEMO_HEAD, Head, load_head
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
-from offload_rt.model.runner import CausalModel, NotANumber
+from offload_rt.model.runner import CausalModel
 from offload_rt.system.device_copies import joined, to_device
 
 

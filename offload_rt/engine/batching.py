@@ -226,15 +226,12 @@ def _by_model(
 ) -> Iterator[tuple[Model, LayerOrder | None, dict[int, Forward]]]:
     """Yields the requests that share a pass: of one model, in one order of layers."""
     for model, order in dict.fromkeys((request.model, request.order) for request in requests.values()):
-        yield (
-            model,
-            order,
-            {
-                n: request
-                for n, request in requests.items()
-                if request.model is model and request.order == order
-            },
-        )
+        group = {
+            number: request
+            for number, request in requests.items()
+            if request.model is model and request.order == order
+        }
+        yield model, order, group
 
 
 def run_alone(work: Work[T]) -> T:

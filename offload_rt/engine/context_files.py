@@ -1,6 +1,6 @@
 """Files of saved contexts, read without torch: what they hold, and the model that read it.
 
-`prefix_file` writes them, and loads their KV.
+`saved_context` writes them, and loads their KV.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.machine.inventory import native_kernel
 from offload_rt.machine.recommendations import without_kernel, without_triton
-from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.runner import CausalModel
 from offload_rt.planning.request import available, check_positions, check_vocabulary
 from offload_rt.planning.sequence_planner import SequencePlan, SequencePlanner
@@ -104,8 +103,8 @@ class Engine:
         if not self._link.in_place:
             thread = self._thread = PassThread(target.device, lambda: self.timeline)
             for model in (target, draft):
-                if isinstance(model, GraphedModel):
-                    model.pass_running = lambda: thread.running
+                if model is not None and model.graphs is not None:
+                    model.graphs.pass_running = lambda: thread.running
         self._second = SecondDevice(target.device, other_links[0]) if other_links else None
         self._resources = SharedResources(
             target=target,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.kernels.native import load_kernel
 from offload_rt.kernels.sizes import GROUP, QuantizedSize
 
 SLACK = 2.0**-8
@@ -63,26 +62,6 @@ class QuantizedLayer(NamedTuple):
     def shares_ranges(self) -> bool:
         """The groups of a head share the ranges of its keys."""
         return self.bits == SHARED_RANGES_BITS
-
-    def put(self, keys: Tensor, values: Tensor) -> None:
-        """Quantises keys and values `[kv_heads, tokens, head_dim]`, whole groups, into the first tokens."""
-        if self.shares_ranges:
-            self.share_ranges(keys)
-            groups = torch.arange(keys.shape[1] // GROUP, device=keys.device)
-            for head, sides in enumerate(zip(keys, values, strict=True)):
-                head_keys, head_values = (side.unflatten(0, (-1, GROUP)) for side in sides)
-                self.put_chunks(head_keys, head_values, torch.full_like(groups, head), groups)
-            return None
-        tokens = keys.shape[1]
-        into, kernel = self.first(tokens), load_kernel() if keys.device.type == "cpu" else None
-        if (
-            kernel is not None
-            and keys.stride(-1) == values.stride(-1) == 1
-            and kernel.supports_quantized(keys, into)
-        ):
-            return kernel.quantize(keys, values, into)
-        torch.ops.offload_rt.quantize_(keys, values, *into)
-        return None
 
     def share_ranges(self, keys: Tensor) -> None:
         """Sets the ranges of all groups of a head by keys `[kv_heads, tokens, head_dim]`."""

@@ -50,10 +50,10 @@ def combine(
     new_out = torch.empty(heads, queries, dim, dtype=torch.float32, device=parts.device)
     new_lse = torch.empty(heads, queries, dtype=torch.float32, device=parts.device)
     before = (new_out, new_lse) if out is None or lse is None else (out.contiguous(), lse.contiguous())
-    given = parts, lses.contiguous(), *before
     with _on_device_of(parts):
         _segment[(heads * queries,)](
-            *(*given, new_out, new_lse, pages, queries, heads * queries, dim, *parts.stride()[:3]),
+            *(parts, lses.contiguous(), *before, new_out, new_lse),
+            *(pages, queries, heads * queries, dim, *parts.stride()[:3]),
             *(new_out, new_out, new_out, new_out, 1.0, *([1] * 15)),
             COMBINES=True,
             MASS=False,
@@ -202,11 +202,10 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor]:
     """See `operators.attend_packed`."""
     shape = PackedShape(len(queries), page_size, queries.shape[2])
-    given = queries, packed, scale, mass, reference, period, step
     if not triton_pages.attends(shape, queries, packed, mass, reference):
-        return operators.attend_packed(queries, packed, page_size, *given[2:])
+        return operators.attend_packed(queries, packed, page_size, scale, mass, reference, period, step)
     with _on_device_of(queries):
-        return triton_pages.attend(shape, *given)
+        return triton_pages.attend(shape, queries, packed, scale, mass, reference, period, step)
 
 
 def quantize_(
@@ -379,9 +378,9 @@ def check(attend: Attend, layout: KVLayout = SMALL, group: int = 2, device: str 
         if not off <= 0.6 * span / (2**bits - 1) + span / 128:  # half a step, and rounding of the ranges
             raise RuntimeError(f"a kernel quantises values to others, {float(off):.3g} away")
         for seen in (None, torch.tensor(9 * GROUP, device=device)):
-            given = *kv, seen, dim**-0.5
-            merged = combine(*attend_quantized(queries, *given))
-            close(merged, operators.combine(*operators.attend_quantized(queries.float(), *given)))
+            merged = combine(*attend_quantized(queries, *kv, seen, dim**-0.5))
+            exact = operators.attend_quantized(queries.float(), *kv, seen, dim**-0.5)
+            close(merged, operators.combine(*exact))
     bits16 = replace(layout, dtype=torch.bfloat16)
     if bits16.packable:
         pages16 = draw(2, 2, heads, tokens, dim, dtype=torch.bfloat16)
@@ -410,8 +409,8 @@ def _check_pages(attend: Attend, shape: PackedShape, pages: Tensor, queries: Ten
     chunk = PACKED_TILE // 2
     if shape.page_size % chunk == 0:
         mass = torch.empty(heads, count, shape.page_size // chunk, device=pages.device)
-        taken = mass, exact[1], count, 1
-        close(combine(*attend_packed(queries, packed[:1], shape.page_size, scale, *taken)), exact)
+        merged = attend_packed(queries, packed[:1], shape.page_size, scale, mass, exact[1], count, 1)
+        close(combine(*merged), exact)
         close([mass], [scores.softmax(-1).unflatten(2, (-1, chunk)).sum(-1).float()])
     places, some = torch.arange(heads, device=pages.device), pages.new_empty(heads, 1, shape.head_dim)
     triton_pages.take(shape, packed, 1, 0 * places, places, 0 * places + shape.page_size // 2, some)

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from cpu_kv.mapped import computed_copy
 from cpu_kv.streams import capture_section, device_streams
@@ -34,14 +33,15 @@ from offload_rt.caches.bounded import (
 )
 from offload_rt.caches.buffers import KVBuffer
 from offload_rt.caches.new_tokens import NewTokens
-from offload_rt.model.architecture import Rotary
+from offload_rt.model.attention_hook import AttentionPass
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
-from offload_rt.model.runner import CausalModel
 from offload_rt.system.device_copies import to_device
-from offload_rt.system.installation import pip_install
 
 Results = tuple[Tensor, Tensor]
+"""Logits `[rows, vocabulary]` and hidden states `[rows, hidden_size]`."""
+Compute = Callable[[AttentionPass, Tensor, Tensor, LayerOrder | None, Sequence[int]], Results]
+"""Computes a pass that was begun in its cache, see `CausalModel.compute`."""
 Step = Callable[[], Results]
 Capture = Callable[[Step], tuple[Callable[[], object], Results]]
 """Records a step that reads and writes tensors at fixed addresses.
@@ -99,8 +99,8 @@ class CudaCapture:
 
 _INVALID: list[torch.cuda.CUDAGraph] = []
 
-_Key = tuple[int, LayerOrder | None, Rotary]
-"""Number of new tokens, order of layers, and rotary frequencies."""
+_Key = tuple[Compute, int, LayerOrder | None]
+"""What computes a pass (very long sequences have another runner), number of new tokens, order of layers."""
 
 
 Pass = Callable[[Tensor, PassInput], PassOutput]
@@ -108,7 +108,6 @@ Pass = Callable[[Tensor, PassInput], PassOutput]
 
 
 def recorded(
-    model: CausalModel,
     buffer: KVBuffer,
     backend: AttentionBackend,
     key: _Key,
@@ -120,14 +119,13 @@ def recorded(
     Args:
         numbers: ids, positions, and `BoundedCache.graph_inputs` of a pass, int64 on the device.
     """
-    count, order, _ = key
+    compute, count, order = key
     inputs = numbers.clone()
     ids, positions, cache_inputs = inputs.tensor_split([count, 2 * count])
 
     def step() -> tuple[Tensor, Tensor]:
         attention = fixed_shape_attention(buffer, backend, count, cache_inputs)
-        hidden = model.compute(attention, ids, positions, order, range(count))
-        return model.logits(hidden), hidden[0]
+        return compute(attention, ids, positions, order, range(count))
 
     replay, (logits, hidden) = capture(step)
 
@@ -150,15 +148,17 @@ class _BufferGraphs:
     graphs: OrderedDict[_Key, Pass] = field(default_factory=OrderedDict)
 
 
-class GraphedModel(CausalModel):
-    """A model that records and replays recurring short passes over bounded caches.
+class PassGraphs:
+    """Records and replays recurring short passes of a model over bounded caches.
 
-    Long passes and passes of several sequences, over the full cache, or over much speculation are not
-    recorded. Nothing is on a CPU or after a capture has failed.
+    Long passes, and passes over the full cache or over much speculation, are not recorded. Nothing is after a
+    capture has failed.
 
     Args:
-        on_notice: called with what makes it slow: kernels that are missing, or why capturing failed.
-        capture: how to record; None: CUDA graphs on a GPU, nothing on a CPU.
+        name: of the model in messages.
+        device: of the model.
+        capture: how to record.
+        on_notice: called with why capturing failed.
 
     Attributes:
         pass_running: returns whether a pass over the full cache runs in another thread. Nothing is captured
@@ -176,55 +176,44 @@ class GraphedModel(CausalModel):
     """Bytes of GPU memory that graphs leave free: with less, a new graph takes the place of another one."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        name: str,
-        on_notice: Callable[[str], None],
-        capture: Capture | None = None,
+        self, name: str, device: torch.device, capture: Capture, on_notice: Callable[[str], None]
     ) -> None:
-        self._capture = capture  # None, too, after one has failed
-        super().__init__(model, name)
-        if self.device.type == "cuda" and (missing := " ".join(sorted(self.missing_kernels))):
-            remedy = f"{pip_install()} {missing}"
-            on_notice(f"{name}: its recurrent layers are slow without their kernels: {remedy}")
-        if capture is None and self.device.type == "cuda" and not self.remote_mlps:
-            self._capture = CudaCapture(self.device)
-        self.pass_running: Callable[[], bool] = lambda: False
+        self._name = name
+        self._device = device
+        self._capture: Capture | None = capture  # None: one has failed
         self._on_notice = on_notice
+        self.pass_running: Callable[[], bool] = lambda: False
         self._of_buffer: WeakKeyDictionary[KVBuffer, _BufferGraphs] = WeakKeyDictionary()
 
-    def _use_native_layers(self) -> None:
-        if self._capture is None:  # which records torch's operators alone
-            super()._use_native_layers()
-
-    @torch.inference_mode()
-    def forward(self, inputs: Sequence[PassInput], order: LayerOrder | None = None) -> list[PassOutput]:
-        pass_input, cache = inputs[0], inputs[0].cache
-        fits = len(cache.speculative) + pass_input.new.count <= MAX_RECORDED_SPECULATION
-        alone = len(inputs) == 1 and pass_input.new.count <= self.LONGEST and fits
-        if self._capture is None or not alone or not isinstance(cache, BoundedCache) or not cache.recordable:
-            return super().forward(inputs, order)
-        cache.begin(pass_input.new)
-        numbers = to_device([*pass_input.positions, *cache.graph_inputs(pass_input.new)], self.device)
-        numbers = torch.cat([pass_input.ids(self.device), numbers])
+    def replay(self, compute: Compute, pass_input: PassInput, order: LayerOrder | None) -> PassOutput | None:
+        """Replays a pass that was begun in its cache; None: it is neither recorded nor recurring."""
+        cache, count = pass_input.cache, pass_input.new.count
+        if self._capture is None or not isinstance(cache, BoundedCache) or not cache.recordable:
+            return None
+        if count > self.LONGEST or len(cache.speculative) + count > MAX_RECORDED_SPECULATION:
+            return None
         recordings = self._of_buffer.setdefault(cache.buffer, _BufferGraphs())
-        key = (pass_input.new.count, order, self._rotary)
+        key = (compute, count, order)
         recordings.passes[key] += 1
-        if key in recordings.graphs or (recordings.passes[key] > self.RARE and not self.pass_running()):
-            graph = self._graph(cache.buffer, cache.backend, key, numbers)
-            if graph is not None:
-                return [graph(numbers, pass_input)]
-        return super().forward(inputs, order)
+        recurring = recordings.passes[key] > self.RARE and not self.pass_running()
+        if key not in recordings.graphs and not recurring:
+            return None
+        numbers = to_device([*pass_input.positions, *cache.graph_inputs(pass_input.new)], self._device)
+        numbers = torch.cat([pass_input.ids(self._device), numbers])
+        graph = self._graph(cache.buffer, cache.backend, key, numbers)
+        return None if graph is None else graph(numbers, pass_input)
 
-    @torch.inference_mode()
-    def prepare(self, cache: BoundedCache, counts: Iterable[int], order: LayerOrder | None) -> None:
+    def prepare(
+        self, compute: Compute, cache: BoundedCache, counts: Iterable[int], order: LayerOrder | None
+    ) -> None:
+        """Records passes over `cache`, which is still empty, with these numbers of new tokens."""
         for count in counts if self._capture is not None and cache.recordable else ():
             if count <= self.LONGEST:
                 numbers = to_device(
-                    [0] * (2 * count + CACHE_INPUTS) + NewTokens.chain(count).words(MASK_WORDS), self.device
+                    [0] * (2 * count + CACHE_INPUTS) + NewTokens.chain(count).words(MASK_WORDS), self._device
                 )
                 for buffer in cache.buffers:
-                    self._graph(buffer, cache.backend, (count, order, self._rotary), numbers)
+                    self._graph(buffer, cache.backend, (compute, count, order), numbers)
                     buffer.clear()
 
     def _graph(self, buffer: KVBuffer, backend: AttentionBackend, key: _Key, numbers: Tensor) -> Pass | None:
@@ -236,18 +225,18 @@ class GraphedModel(CausalModel):
         if self._capture is None or not self._make_room(graphs):
             return None
         try:
-            graphs[key] = recorded(self, buffer, backend, key, numbers, self._capture)
+            graphs[key] = recorded(buffer, backend, key, numbers, self._capture)
         except RuntimeError as error:
             self._capture = None
             self._of_buffer.clear()
             reason = str(error).partition("\n")[0]
-            self._on_notice(f"{self.name}: no CUDA graphs, which makes drafting slower: {reason}")
+            self._on_notice(f"{self._name}: no CUDA graphs, which makes drafting slower: {reason}")
             return None
         return graphs[key]
 
     def _make_room(self, graphs: OrderedDict[_Key, Pass]) -> bool:
         """Returns whether one more graph may be recorded; drops the least recently used one if need be."""
-        full = self.device.type == "cuda" and torch.cuda.mem_get_info(self.device)[0] < self.LEAST_FREE
+        full = self._device.type == "cuda" and torch.cuda.mem_get_info(self._device)[0] < self.LEAST_FREE
         if graphs and (full or len(graphs) >= self.MOST):
             graphs.popitem(last=False)
             return True

@@ -1,261 +1,62 @@
-"""Runs a transformers model over our caches.
+"""Runs passes of a transformers model over our caches, for one sequence or several.
 
-The runner takes hidden states through the model's own modules (embedding, rotary embedding, decoder layers,
-norm, head) by a layer order. Tokens of several sequences are concatenated without padding: they share the
-reading of the weights, and each sequence has attention of its own.
+Tokens of several sequences are concatenated without padding: they share the reading of the weights, and each
+sequence has attention of its own.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpu_kv import KVLayout
 from offload_rt.caches.bounded import BoundedCache
-from offload_rt.caches.local_history import LocalLayers
 from offload_rt.caches.split import SplitCache
 from offload_rt.errors import UsageError
-from offload_rt.model.architecture import (
-    CACHE_ARGUMENT,
-    Rotary,
-    embedding,
-    final_norm,
-    further_arguments,
-    rotary_embedding,
-    scale_embeddings,
-    scale_logits,
-)
-from offload_rt.model.attention_hook import (
-    ATTENTION_NAME,
-    AttentionPass,
-    LayerPass,
-    open_model,
-    restore_model,
-)
+from offload_rt.model.attention_hook import AttentionPass
+from offload_rt.model.cuda_graphs import Capture, CudaCapture, PassGraphs
+from offload_rt.model.decoder import Decoder, NotANumber
 from offload_rt.model.dense_layers import computes_the_same, dense_head, dense_layer
-from offload_rt.model.host_embedding import host_bytes
-from offload_rt.model.layer_kinds import layer_kinds
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
-from offload_rt.model.quantized_weights import stored_bytes
 from offload_rt.model.recurrence import missing_kernels
-from offload_rt.model.remote_blocks import RemoteBlocks, RemotePass
 from offload_rt.model.remote_mlp import RemoteMlp
 from offload_rt.model.self_check import TOKENS, Probe, check_against_own_forward, spread_positions
-from offload_rt.model.supported import kind_of, refuse_unsupported
+from offload_rt.model.supported import kind_of
 from offload_rt.system.device_copies import joined, to_device
+from offload_rt.system.installation import pip_install
 
 
-class NotANumber(UsageError):
-    """Raised for NaN logits; the message names the weight or the first layer that they come from."""
-
-
-class CausalModel:
-    """A causal language model whose attention runs over our caches, until `restore`.
+class CausalModel(Decoder):
+    """A causal language model that runs passes of new tokens; it computes what the code of its model does.
 
     Args:
         model: a loaded transformers model.
         name: its name in messages.
+        graphs: record and replay recurring passes; None: every pass is computed, on a CPU by native layers.
 
     Attributes:
-        kinds: what each decoder layer keeps of a sequence.
-        local_layers: the layers among them that keep something else than the KV of the whole sequence.
         missing_kernels: packages without which recurrent layers are slow on a GPU.
-        remote_blocks: attention blocks that a second device runs, in passes by an order on two devices.
 
     Raises:
         UsageError: the architecture is not supported; names what is not.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
-        self.name = name
-        self.module = model
-        refuse_unsupported(model, name)
-        self._config = config = model.config.get_text_config()
-        self.layers: int = config.num_hidden_layers
-        self.heads: int = config.num_attention_heads
-        self.kinds = layer_kinds(model)
-        paged = self.kinds.kinds[[*self.kinds.full, *self.kinds.windowed][0]]
-        self.kv_heads: int = paged.kv_heads
-        self.head_dim: int = paged.head_dim
-        self.hidden_size: int = config.hidden_size
-        self._entries: int = config.vocab_size  # of the embedding
-        self.vocabulary = self._entries  # of the logits: a draft model gets its target's, padding included
-        self.max_positions: int = config.max_position_embeddings
-        self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.device
-        self.missing_kernels: set[str] = set()
-        self.local_layers = LocalLayers(self.kinds, config, self.dtype, self.device)
-        self._body: Any = model.model
-        self._embedding: Any = embedding(self._body)
-        self._norm: Any = final_norm(self._body)
-        self._blocks: list[Any] = list(self._body.layers)
-        self._steps: list[Any] = list(self._blocks)  # what computes each layer
-        self._further = further_arguments(self._blocks[0])
-        self._head: Any = self._own_head
-        self.remote_blocks = RemoteBlocks(self._blocks)
-        self._in_turn = LayerOrder.whole(self.layers)
-        self._rotary = Rotary(rotary_embedding(self._body))
-        self._long_context: Self | None = None
-        open_model(model)
-        self._open = True
+    def __init__(self, model: PreTrainedModel, name: str, graphs: PassGraphs | None = None) -> None:
+        super().__init__(model, name)
+        self.graphs = graphs
         try:
             with torch.inference_mode(), missing_kernels() as self.missing_kernels:
                 check_against_own_forward(self)
             self._long_context = None  # that of the check was copied from a runner which is not complete
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and graphs is None:  # which record torch's operators alone
                 self._use_native_layers()
         except BaseException:
             self.restore()
             raise
-
-    def restore(self) -> None:
-        """Leaves the transformers model as it was given, once all its runners are restored. Idempotent."""
-        if self._open:
-            self._open = False
-            restore_model(self.module)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights in the memory of its device."""
-        return stored_bytes(self.module) - host_bytes(self.module)
-
-    @property
-    def remote_mlps(self) -> list[RemoteMlp]:
-        """MLP blocks whose weights are on another GPU."""
-        return [module for module in self.module.modules() if isinstance(module, RemoteMlp)]
-
-    def left_out_bytes(self, order: LayerOrder) -> int:
-        """Returns the bytes of weights in the blocks that `order` leaves out."""
-        left_out = [self._blocks[layer].self_attn for layer in order.no_attention]
-        left_out += [self._blocks[layer].mlp for layer in order.no_mlp]
-        return sum(map(stored_bytes, left_out))
-
-    def kv_layout(self, page_size: int = 1) -> KVLayout:
-        """Returns the layout of the KV of its full-attention layers, in pages of `page_size` tokens."""
-        if not self.kinds.full:  # one value per token, by which the store counts them
-            return KVLayout(1, 1, 1, self.dtype, page_size)
-        return KVLayout(len(self.kinds.full), self.kv_heads, self.head_dim, self.dtype, page_size)
-
-    @property
-    def rotary_frequencies(self) -> Tensor:
-        """Frequencies in radians per position, `[rotated / 2]`; `rotated` is at most `head_dim`."""
-        return self._rotary.frequencies.to(self.device) if self.kinds.full else torch.empty(0)
-
-    @property
-    def rotary_factor(self) -> float:
-        """Factor on the cosines and sines of positions."""
-        return self._rotary.factor
-
-    def for_length(self, prompt_tokens: int, new_tokens: int) -> Self:
-        """Returns the runner for a sequence: this one, or another beyond the original context of LongRoPE.
-
-        Raises:
-            UsageError: the sequence would grow across that length.
-        """
-        limit = self._rotary.original_context
-        if limit is None or prompt_tokens + new_tokens <= limit:
-            return self
-        if prompt_tokens <= limit:
-            raise UsageError(
-                f"{prompt_tokens} prompt tokens and {new_tokens} new ones cross {limit} tokens, from where "
-                f"on {self.name} has other rotary frequencies (longrope), and KV in the store never changes: "
-                f"stay within {limit} tokens, or give a prompt of more"
-            )
-        if self._long_context is None:
-            self._long_context = copy.copy(self)
-            self._long_context._rotary = self._rotary.long_context()
-        return self._long_context
-
-    def max_length(self, prompt_tokens: int) -> int:
-        """Returns the number of tokens that a sequence with such a prompt may grow to."""
-        limit = self._rotary.original_context
-        return self.max_positions if limit is None or prompt_tokens > limit else limit
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embeds token ids `[tokens]` as hidden states `[1, tokens, hidden_size]`."""
-        if self._entries < self.vocabulary:
-            tokens = tokens.clamp(max=self._entries - 1)
-        return scale_embeddings(self._embedding(tokens[None]), self._config)
-
-    def run_layer(
-        self,
-        layer: int,
-        hidden: Tensor,
-        positions: Tensor,
-        attention_pass: AttentionPass,
-        remote: frozenset[int] = frozenset(),
-    ) -> Tensor:
-        """Runs hidden states `[1, tokens, hidden_size]` through one decoder layer."""
-        order = LayerOrder(((layer,),), remote=remote & {layer})
-        return self._run(order, hidden, positions, attention_pass)
-
-    def _run(
-        self,
-        order: LayerOrder,
-        hidden: Tensor,
-        positions: Tensor,
-        attention_pass: AttentionPass,
-        *,
-        by_blocks: bool = False,
-    ) -> Tensor:
-        position_ids = positions[None]
-        layer_pass = LayerPass(self.kinds, attention_pass, positions)
-        arguments: dict[str, Any] = {
-            "attention_mask": None,
-            "position_ids": position_ids,
-            "attention_pass": layer_pass,
-            CACHE_ARGUMENT: layer_pass,
-            **self._further,
-        }
-        # Layers of one type share their rotary frequencies.
-        rotations: dict[str, tuple[Tensor, Tensor] | None] = {}
-        if (found := self.module.config._attn_implementation) != ATTENTION_NAME:
-            raise UsageError(f"{self.name}: its attention was changed to {found!r} while it is in use")
-        remote = self.remote_blocks.begin(arguments) if order.remote else None
-        for group in order.groups:
-            rope = self.kinds.kinds[group[0]].rope
-            if rope not in rotations:
-                rotations[rope] = self._rotary(hidden, position_ids, rope)
-            arguments["position_embeddings"] = rotations[rope]
-            alone = len(group) == 1 and order.exact(group[0]) and group[0] not in order.remote
-            if alone and not by_blocks:
-                hidden = self._steps[group[0]](hidden, **arguments)
-                hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-            else:
-                hidden = self._run_group(group, hidden, arguments, order, remote)
-        return hidden
-
-    def _run_group(
-        self,
-        group: tuple[int, ...],
-        hidden: Tensor,
-        arguments: dict[str, Any],
-        order: LayerOrder,
-        remote: RemotePass | None,
-    ) -> Tensor:
-        """Runs the attention blocks of a group over its input, then its MLP blocks in order."""
-        attended: dict[int, Tensor] = {}
-        there = [layer for layer in group if layer in order.remote]
-        finish = None if remote is None or not there else remote.start(there, hidden)
-        for layer in group:
-            if layer not in order.no_attention | order.remote:
-                block = self._blocks[layer]
-                attended[layer] = block.self_attn(block.input_layernorm(hidden), **arguments)[0]
-        for layer in group:
-            block = self._blocks[layer]
-            if finish is not None and layer == there[0]:  # not before it is needed
-                attended |= zip(there, finish(), strict=True)
-            if layer in attended:
-                hidden = hidden + attended[layer]
-            if layer not in order.no_mlp:
-                hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
-        return hidden
 
     def layer_order(self, text: str) -> LayerOrder | None:
         """Parses a layer order for this model; None: all layers in turn.
@@ -283,9 +84,9 @@ class CausalModel:
         """Checks that a layer run block by block adds to its input what the whole layer does."""
         first, probe = LayerOrder(((0,),)), Probe(self)
         positions = spread_positions(self)
-        whole = self.probed(probe, positions, order=first)
+        whole = probe.run(positions, order=first)
         try:
-            blocks = self.probed(Probe(self), positions, order=first, by_blocks=True)
+            blocks = Probe(self).run(positions, order=first, by_blocks=True)
         except (AttributeError, TypeError) as error:
             raise UsageError(f"layers {text!r}: {self.name} cannot be run block by block: {error}") from error
         if not computes_the_same(self.embed(probe.tokens), whole, blocks):
@@ -293,13 +94,6 @@ class CausalModel:
                 f"layers {text!r}: {self.name} ({kind_of(self.module)}) does more in a layer than attention "
                 "and an MLP, each added to its input; use layers all"
             )
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits `[tokens, vocabulary]` of final hidden states `[1, tokens, hidden_size]`."""
-        logits = scale_logits(self._head(hidden)[0], self._config)
-        if self._entries != self.vocabulary:
-            logits = torch.nn.functional.pad(logits, (0, self.vocabulary - self._entries), value=-torch.inf)
-        return logits
 
     @torch.inference_mode()
     def forward(self, inputs: Sequence[PassInput], order: LayerOrder | None = None) -> list[PassOutput]:
@@ -313,6 +107,8 @@ class CausalModel:
         batch, alone = BatchedAttention(inputs), inputs[0].cache if len(inputs) == 1 else None
         if alone is not None:
             alone.begin(inputs[0].new)
+            if self.graphs is not None and (output := self.graphs.replay(self.compute, inputs[0], order)):
+                return [output]
         else:
             batch.begin()
         ids = joined([one.ids(self.device) for one in inputs])
@@ -322,20 +118,23 @@ class CausalModel:
         for one in inputs:
             start += one.new.count
             rows += range(start - one.rows, start)
-        hidden = self.compute(batch if alone is None else alone, ids, positions, order, rows)
+        logits, hidden = self.compute(batch if alone is None else alone, ids, positions, order, rows)
         counts = [one.rows for one in inputs]
-        split = self.logits(hidden).split(counts), hidden[0].split(counts), batch.errors
+        split = logits.split(counts), hidden.split(counts), batch.errors
         return [
             PassOutput(logits, states if one.hidden else None, error)
             for one, logits, states, error in zip(inputs, *split, strict=True)
         ]
 
+    @torch.inference_mode()
     def prepare(self, cache: BoundedCache, counts: Iterable[int], order: LayerOrder | None) -> None:
         """Prepares for recurring passes over `cache`, which is still empty.
 
         Args:
             counts: numbers of new tokens of these passes.
         """
+        if self.graphs is not None:
+            self.graphs.prepare(self.compute, cache, counts, order)
 
     def compute(
         self,
@@ -344,18 +143,19 @@ class CausalModel:
         positions: Tensor,
         order: LayerOrder | None,
         rows: Sequence[int],
-    ) -> Tensor:
-        """Computes the hidden states of `rows`, `[1, rows, hidden_size]`; the part of a pass after `begin`.
+    ) -> tuple[Tensor, Tensor]:
+        """Computes logits `[rows, vocabulary]` and hidden states `[rows, hidden_size]`, after `begin`.
 
         Args:
             ids, positions: of all new tokens, `[tokens]`.
+            rows: numbers of the tokens after which they are wanted.
         """
-        hidden = self._run(order or self._in_turn, self.embed(ids), positions, attention_pass)
-        if len(rows) == hidden.shape[1]:
-            return hidden
-        if rows[-1] - rows[0] == len(rows) - 1:
-            return hidden[:, rows[0] : rows[-1] + 1]
-        return hidden[:, to_device(rows, self.device)]
+        hidden = self.run(order, self.embed(ids), positions, attention_pass)
+        if len(rows) < hidden.shape[1]:
+            adjacent = rows[-1] - rows[0] == len(rows) - 1
+            wanted = slice(rows[0], rows[-1] + 1) if adjacent else to_device(rows, self.device)
+            hidden = hidden[:, wanted]
+        return self.logits(hidden), hidden[0]
 
     @torch.inference_mode()
     def raise_nan(self, given: PassInput) -> NoReturn:
@@ -386,37 +186,7 @@ class CausalModel:
     @torch.inference_mode()
     def probe(self) -> Tensor:
         """Returns hidden states `[5, hidden_size]` after five fixed tokens, which identify the model."""
-        return self.probed(Probe(self), torch.arange(TOKENS, device=self.device))[0]
-
-    def probed(
-        self,
-        probe: Probe,
-        positions: Tensor,
-        part: slice = slice(None),
-        order: LayerOrder | None = None,
-        *,
-        by_blocks: bool = False,
-    ) -> Tensor:
-        """Returns hidden states after a part of the probe's tokens, `[1, tokens, hidden_size]`.
-
-        Args:
-            positions: of all its tokens.
-        """
-        order, hidden = order or self._in_turn, self.embed(probe.tokens[part])
-        return self._run(order, hidden, positions[part], probe, by_blocks=by_blocks)
-
-    def check_weights(self) -> None:
-        """Raises NotANumber if a weight is NaN or infinite."""
-        for name, parameter in self.module.named_parameters():
-            # Numbers of 8 bits are quantised, and torch cannot look at some of them.
-            if parameter.itemsize > 1 and not bool(parameter.isfinite().all()):
-                raise NotANumber(
-                    f"{self.name}: the weight {name} has NaN or infinite entries; check its file"
-                )
-
-    def _own_head(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.module.lm_head(self._norm(hidden))
-        return logits
+        return Probe(self).run(torch.arange(TOKENS, device=self.device))[0]
 
     @torch.inference_mode()
     def _use_native_layers(self) -> None:
@@ -437,3 +207,23 @@ class CausalModel:
             self._steps[layer] = native
             if not computes_the_same(given, hidden, self.run_layer(layer, given, positions, Probe(self))):
                 self._steps[layer] = block
+
+
+def open_runner(
+    model: PreTrainedModel, name: str, on_notice: Callable[[str], None], capture: Capture | None = None
+) -> CausalModel:
+    """Returns the runner of a model; on a GPU it records recurring passes.
+
+    Args:
+        on_notice: called with what makes it slow: kernels that are missing, or why recording failed.
+        capture: how to record; None: CUDA graphs on a GPU, nothing on a CPU.
+    """
+    spread = any(isinstance(module, RemoteMlp) for module in model.modules())  # a graph is of one device
+    if capture is None and model.device.type == "cuda" and not spread:
+        capture = CudaCapture(model.device)
+    graphs = None if capture is None else PassGraphs(name, model.device, capture, on_notice)
+    runner = CausalModel(model, name, graphs)
+    if model.device.type == "cuda" and (missing := " ".join(sorted(runner.missing_kernels))):
+        remedy = f"{pip_install()} {missing}"
+        on_notice(f"{name}: its recurrent layers are slow without their kernels: {remedy}")
+    return runner

@@ -7,7 +7,7 @@ norms, scales that grow with the position), so running both is the only reliable
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.local import LocalState
 from offload_rt.errors import UsageError
 from offload_rt.model.architecture import CACHE_ARGUMENT
-
-if TYPE_CHECKING:
-    from offload_rt.model.runner import CausalModel
+from offload_rt.model.decoder import Decoder
+from offload_rt.model.layer_order import LayerOrder
 
 TOKENS = 5
 """Tokens of a probe."""
@@ -32,9 +31,10 @@ BORDERS = ("original_max_position_embeddings", "floor_scale")
 
 
 class Probe:
-    """Causal attention of a few fixed tokens over themselves, in any number of passes."""
+    """A few fixed tokens, which attend to themselves causally in any number of passes."""
 
-    def __init__(self, model: CausalModel) -> None:
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
         self.tokens = torch.arange(TOKENS, device=model.device) * 7 % model.vocabulary
         self.calls = 0
         self._backend = choose_backend(model.device)
@@ -56,6 +56,22 @@ class Probe:
             kv = torch.cat([self._kv[layer], kv], dim=2)
         self._kv[layer] = kv
         return total.result(softmax.sinks)
+
+    def run(
+        self,
+        positions: Tensor,
+        part: slice = slice(None),
+        order: LayerOrder | None = None,
+        *,
+        by_blocks: bool = False,
+    ) -> Tensor:
+        """Returns hidden states after a part of the tokens, `[1, tokens, hidden_size]`; see `Decoder.run`.
+
+        Args:
+            positions: of all tokens.
+        """
+        hidden = self._model.embed(self.tokens[part])
+        return self._model.run(order, hidden, positions[part], self, by_blocks=by_blocks)
 
 
 class _PastTokens(DynamicCache):
@@ -96,13 +112,13 @@ def _borders(settings: Mapping[str, Any]) -> Iterator[int]:
             yield int(value)
 
 
-def spread_positions(model: CausalModel) -> Tensor:
+def spread_positions(model: Decoder) -> Tensor:
     """Returns early, middle and late positions of the probe's tokens, `[5]`."""
     last = model.max_positions - 1
     return torch.tensor([0, 1, last // 2, last - 1, last], device=model.device)
 
 
-def check_against_own_forward(model: CausalModel) -> None:
+def check_against_own_forward(model: Decoder) -> None:
     """Compares a runner with the own forward pass of its model.
 
     Raises:
@@ -113,17 +129,17 @@ def check_against_own_forward(model: CausalModel) -> None:
         _check_at(model, start)
 
 
-def _check_at(model: CausalModel, start: int) -> None:
+def _check_at(model: Decoder, start: int) -> None:
     kind = type(model.module).__name__
     refusal = f"{model.name}: {kind} is not supported: "
-    probe, continued = Probe(model), Probe(model)
     runner = model.for_length(start + TOKENS, 0)
+    probe, continued = Probe(runner), Probe(runner)
     positions = torch.arange(start, start + TOKENS, device=model.device)
     try:
         past = _PastTokens(model.module.config.get_text_config(), start)
         expected = model.module(input_ids=probe.tokens[None], **{CACHE_ARGUMENT: past}).logits[0]
-        whole = runner.logits(runner.probed(probe, positions))
-        parts = [runner.probed(continued, positions, part) for part in (slice(_FIRST), slice(_FIRST, None))]
+        whole = runner.logits(probe.run(positions))
+        parts = [continued.run(positions, part) for part in (slice(_FIRST), slice(_FIRST, None))]
         in_parts = runner.logits(torch.cat(parts, dim=1))
     except torch.OutOfMemoryError:
         raise

@@ -22,8 +22,8 @@ from support.small_engine import DEVICES, PAGE, SIZES, again
 from support.tiny_models import LONGROPE_BORDER, byte_ids, byte_tokenizer, noisy_copy, tiny_target
 
 from offload_rt import LLM, Context, GenerationResult, SamplingParams, UsageError
-from offload_rt.engine import prefix_file as saved_context
-from offload_rt.engine.prefix_file import SavedContext
+from offload_rt.engine import saved_context
+from offload_rt.engine.saved_context import SavedContext
 from offload_rt.system.checked_tensors import CheckedFile, Part, write_checked
 
 LONG = SamplingParams(max_tokens=16)

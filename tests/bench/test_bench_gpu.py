@@ -44,8 +44,9 @@ from offload_rt.attention.backends import TorchCudaBackend
 from offload_rt.caches.remote import GpuAttention
 from offload_rt.kernels import operators, triton_operators
 from offload_rt.machine import inspection
-from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
+from offload_rt.model.cuda_graphs import CudaCapture, PassGraphs
 from offload_rt.model.loading import load_model
+from offload_rt.model.runner import open_runner
 from offload_rt.system.hardware import Hardware, named_hardware
 from offload_rt.system.second_device import SecondDevice
 
@@ -332,7 +333,7 @@ BROKEN: list[tuple[str, Break, str]] = [
     ),
     ("attention", _half_of_the_keys, "differs from float64"),
     ("graphs", lambda patch: patch.setattr(CudaCapture, "__call__", _refuse), "no graph today"),
-    ("graphs", lambda patch: patch.setattr(GraphedModel, "LONGEST", 0), "no CUDA graph was launched"),
+    ("graphs", lambda patch: patch.setattr(PassGraphs, "LONGEST", 0), "no CUDA graph was launched"),
     (
         "planned",
         lambda patch: patch.setattr(torch.cuda, "max_memory_allocated", lambda home: 3 * GIB),
@@ -414,7 +415,7 @@ def test_ours_is_measured_streamed_and_as_planned(
     monkeypatch.setattr(ours, "usable_hardware", lambda device: hardware)
     monkeypatch.setattr(ours, "load_model", lambda path, device, dtype: load_model(path, CPU, dtype))
     monkeypatch.setattr(ours, "CudaLink", lambda device: PacedLink(25e9))
-    monkeypatch.setattr(ours, "GraphedModel", partial(GraphedModel, capture=_refuse))
+    monkeypatch.setattr(ours, "open_runner", partial(open_runner, capture=_refuse))
     given = f"offload --model random:tiny --device cuda --acceptance 1 --out {tmp_path}/out.jsonl"
     assert bench_main(given, "--contexts 160 --turns 1") == (0 if memory_bytes == GIB else 2)
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

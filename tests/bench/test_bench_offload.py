@@ -36,7 +36,7 @@ from cpu_kv.link import CopyRecord
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.engine.controller import RoundTimes, SpeculationController
 from offload_rt.errors import UsageError
-from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.runner import open_runner
 from offload_rt.system.hardware import named_hardware
 from offload_rt.system.timeline import Span
 
@@ -184,7 +184,7 @@ def test_systems_have_settings_and_acceptances() -> None:
 
 
 def tiny_text(link: PacedLink, capacity: int) -> RecordedText:
-    target = GraphedModel(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
+    target = open_runner(tiny_target("llama-gqa", spread=0.4), "tiny", lambda _: None)
     return RecordedText(target, None, link, load_config("retrieval", SMALL), capacity)
 
 

@@ -36,6 +36,7 @@ from torch import Tensor
 from cpu_kv import KVLayout
 from offload_rt.caches import retrieved
 from offload_rt.caches import sizes as sizes_of_caches
+from offload_rt.kernels.quantize import quantize
 from offload_rt.kernels.quantized import QuantizedKV
 from offload_rt.kernels.sizes import GROUP, QuantizedSize
 
@@ -77,7 +78,7 @@ def test_a_code_is_at_most_half_a_step_away(
     kv = QuantizedKV.empty(layout, (groups + 1) * GROUP, bits, torch.device("cpu"))
     kv.clear()
     layer = kv.layer(1)
-    layer.put(keys, values)
+    quantize(layer, keys, values)
     assert layer.bits == bits and kv.nbytes == QuantizedSize((groups + 1) * GROUP, bits).nbytes(layout)
     found = layer.first(groups * GROUP).dequantized(torch.float32)
     # In 8 bits all keys of a head share their ranges, and in 4 those of a group.
@@ -94,7 +95,8 @@ def test_a_code_is_at_most_half_a_step_away(
         )
         error = (side.reshape(whole.shape) - whole).abs()
         assert bool((error <= 0.52 * (1 + 2 * spare) * span / (2**bits - 1) + 1e-30).all())
-    assert not layer.key_codes[:, groups * GROUP :].any() and not any(t.any() for t in kv.layer(0))
+    assert not any(codes[:, groups * GROUP :].any() for codes in (layer.key_codes, layer.value_codes))
+    assert not any(tensor.any() for tensor in kv.layer(0))
 
 
 def of_heads(whole: Tensor, tokens: list[list[list[int]]]) -> Tensor:

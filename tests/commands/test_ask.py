@@ -27,7 +27,7 @@ from offload_rt.commands import cli
 from offload_rt.commands.console import Console
 from offload_rt.commands.running import write_text
 from offload_rt.engine.engine import Engine
-from offload_rt.engine.prefix_file import SavedContext
+from offload_rt.engine.saved_context import SavedContext
 from offload_rt.system import clock
 from offload_rt.text.chat import with_question
 from offload_rt.text.thoughts import FORMATS, ReadableThoughts, ThoughtSplitter

@@ -26,11 +26,12 @@ from offload_rt.drafting import head_drafter
 from offload_rt.drafting.base import HiddenState, Proposal, TokenView
 from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel, HeadStates
 from offload_rt.errors import UsageError
+from offload_rt.model.decoder import NotANumber
 from offload_rt.model.draft_head import DEMO_HEAD, KIND, Head, load_head, save_head
 from offload_rt.model.embedded import demo_model
 from offload_rt.model.loading import load_model
 from offload_rt.model.passes import PassInput
-from offload_rt.model.runner import CausalModel, NotANumber
+from offload_rt.model.runner import CausalModel
 from tools.demo_training import train_head
 from tools.demo_training.windows import WindowSampler
 

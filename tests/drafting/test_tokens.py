@@ -23,7 +23,7 @@ from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine.batching import run_alone
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
-from offload_rt.model.runner import NotANumber
+from offload_rt.model.decoder import NotANumber
 from offload_rt.model.work import LevelStats
 from offload_rt.sampling.rejection import Draft
 from offload_rt.sampling.sampler import Sampler

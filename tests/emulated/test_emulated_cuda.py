@@ -17,7 +17,7 @@ from cpu_kv.mapped import MappedBuffer
 from emulated.gpu import CUDA, DEVICES, EMULATED, GPUS, MEMORY
 from offload_rt import SamplingParams
 from offload_rt.caches.full import FullCache
-from offload_rt.model.runner import NotANumber
+from offload_rt.model.decoder import NotANumber
 
 pytestmark = [
     pytest.mark.gpu,

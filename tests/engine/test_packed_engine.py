@@ -28,7 +28,7 @@ from support.tiny_models import noisy_copy, tiny_target, to
 from cpu_kv import KVLayout
 from offload_rt import LLM, Context, SamplingParams, UsageError
 from offload_rt.caches.sizes import GpuTier, Tiers, stored_layout
-from offload_rt.engine.prefix_file import SavedContext
+from offload_rt.engine.saved_context import SavedContext
 from offload_rt.text.tokenize import common_beginning
 
 SHARES = [Tiers(), Tiers(32, 48), Tiers(16, 32, (GpuTier(16, 16),)), Tiers(64, 32, packed=False)]

@@ -41,7 +41,7 @@ from offload_rt.drafting.base import Round
 from offload_rt.engine import batching as scheduler
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
-from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.cuda_graphs import PassGraphs
 from offload_rt.system.device_copies import to_host
 
 ROUNDS = "OFFLOAD_RT_TEST_ROUNDS"
@@ -79,7 +79,7 @@ def test_streamed_tokens_are_those_of_plain_decoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not graphs:
-        monkeypatch.setattr(GraphedModel, "LONGEST", 0)
+        monkeypatch.setattr(PassGraphs, "LONGEST", 0)
     check_tokens(device, config, shares, refresh, plain_tokens)
 
 
@@ -267,7 +267,7 @@ def test_random_interrupts_under_tools(tool: tuple[str, ...], environment: dict[
 def test_captures_while_a_pass_streams(
     device: torch.device, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GraphedModel, "prepare", lambda *arguments: None)
+    monkeypatch.setattr(PassGraphs, "prepare", lambda *arguments: None)
     with small_llm(device, config) as llm:
         context = llm.read(PROMPT)
         assert again(context).tokens == again(context, config="plain").tokens

@@ -25,6 +25,7 @@ from cpu_kv import KVLayout  # noqa: E402
 from cpu_kv.packed import PackedShape, PageCodec  # noqa: E402
 from offload_rt.attention import backends  # noqa: E402
 from offload_rt.kernels import operators, triton_kernels, triton_operators, triton_pages  # noqa: E402
+from offload_rt.kernels.quantize import quantize  # noqa: E402
 from offload_rt.kernels.quantized import QuantizedKV  # noqa: E402
 from offload_rt.kernels.sizes import GROUP  # noqa: E402
 
@@ -312,7 +313,7 @@ def test_attention_over_quantised_entries(
     draw, heads, tokens = Draw(groups + rows), 2, groups * GROUP
     memory = QuantizedKV.empty(KVLayout(1, heads, dim, dtype), 10 * GROUP, bits, torch.device(DEVICE))
     layer = memory.layer(0).first(tokens)
-    layer.put(*draw(2, heads, tokens, dim, dtype=dtype))
+    quantize(layer, *draw(2, heads, tokens, dim, dtype=dtype))
     queries = draw(heads, rows, dim + 8, dtype=dtype)[..., :dim]
     count = None if seen is None else torch.tensor(min(seen, tokens), device=DEVICE)
     keys, values = layer.first(tokens).dequantized(dtype)

@@ -30,11 +30,12 @@ from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.engine.batching import PassThread
+from offload_rt.kernels.quantize import quantize
 from offload_rt.kernels.sizes import GROUP, MASKED_PAGE, QuantizedSize
-from offload_rt.model.cuda_graphs import CudaCapture, GraphedModel
+from offload_rt.model.cuda_graphs import CudaCapture, PassGraphs
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
-from offload_rt.model.runner import CausalModel
+from offload_rt.model.runner import CausalModel, open_runner
 from offload_rt.sampling.tokens import Tokens
 
 PAGES = 5
@@ -118,10 +119,10 @@ class TorchModel(CausalModel):
 
 def twins(
     arch: str, capture: RecordingCapture, dtype: torch.dtype = torch.float32
-) -> tuple[Walk, Walk, GraphedModel]:
+) -> tuple[Walk, Walk, CausalModel]:
     """The same model with and without graphs, each over a cache of its own."""
     plain = TorchModel(to(tiny_target(arch), dtype), arch)
-    graphed = GraphedModel(to(tiny_target(arch), dtype), arch, no_notice, capture)
+    graphed = open_runner(to(tiny_target(arch), dtype), arch, no_notice, capture)
     return Walk(plain, streaming_cache(plain)), Walk(graphed, streaming_cache(graphed)), graphed
 
 
@@ -147,7 +148,7 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
         cache.buffer.add_means(pages)
         assert cache.buffer.quantized is not None
         for layer, entries in enumerate(chosen):
-            cache.buffer.quantized.layer(layer).put(*entries)
+            quantize(cache.buffer.quantized.layer(layer), *entries)
     text = byte_ids(200)
     shapes: set[tuple[int, ...]] = set()
     for step, count in enumerate((1, 3, 1, 2, 7, 1, 1, 5, 4, 1, 2, 9, 1)):
@@ -160,10 +161,10 @@ def test_fixed_shapes_give_the_same_logits(arch: str, dtype: torch.dtype, tolera
         sliced.unretrieved = fixed.unretrieved = step % 3 * 30  # of nothing, no page is seen
         sliced.quantized = fixed.quantized = (0, 2 * GROUP, GROUP)[step // 2 % 3]
         sliced.begin(new)
-        expected = model.compute(sliced, tokens, positions, None, range(count))
+        expected, _ = model.compute(sliced, tokens, positions, None, range(count))
         fixed.begin(new)
         frame = fixed_shape_attention(fixed.buffer, backend, count, torch.tensor(fixed.graph_inputs(new)))
-        found = model.compute(frame, tokens, positions, None, range(count))
+        found, _ = model.compute(frame, tokens, positions, None, range(count))
         close(found, expected, tolerance)
         assert frame.mask is not None
         shapes.add(tuple(frame.mask.shape))
@@ -214,7 +215,8 @@ def test_a_replay_computes_what_the_pass_would(arch: str, steps: list[Step]) -> 
     """Chains and trees, over a cache that grows, turns over or moves to another buffer."""
     capture = RecordingCapture()
     plain, graphed, model = twins(arch, capture)
-    model.RARE = 0
+    assert model.graphs is not None
+    model.graphs.RARE = 0
     plans: list[LayerOrder | None] = [None] * 3
     if arch in ("llama-gqa", "qwen3"):
         plans[1:] = (model.layer_order(text) for text in ("skip:1", "skip:0m"))
@@ -245,8 +247,8 @@ def test_a_replay_computes_what_the_pass_would(arch: str, steps: list[Step]) -> 
             elif step.after == "keep":
                 cache.keep(range(max(0, len(cache.speculative) - 2)))
             elif step.after == "grow" and len(cache.speculative) < 20:
-                walk.run(text[at : at + GraphedModel.LONGEST + 1])
-                cache.commit(range(GraphedModel.LONGEST + 1))
+                walk.run(text[at : at + PassGraphs.LONGEST + 1])
+                cache.commit(range(PassGraphs.LONGEST + 1))
         if step.after == "move" and spare.kind == graphed.cache.buffer.kind:
             spare, graphed.cache.buffer = graphed.cache.buffer, spare
             graphed.cache.kv.copy_(spare.kv)
@@ -265,20 +267,21 @@ def test_what_is_not_recorded() -> None:
         walk.run(text[:MAX_RECORDED_SPECULATION])
         walk.cache.commit(range(MAX_RECORDED_SPECULATION))
     other, running = Walk(model, streaming_cache(model)), True
-    for _ in range(GraphedModel.RARE + 2):
+    for _ in range(PassGraphs.RARE + 2):
         assert torch.equal(graphed.run([7]), plain.run([7]))
     for walk in (plain, graphed):
-        walk.cache.keep(range(MAX_RECORDED_SPECULATION - GraphedModel.LONGEST - 1))
-    model.pass_running = lambda: running
-    for _ in range(GraphedModel.RARE + 2):
-        long = text[: GraphedModel.LONGEST + 1]
+        walk.cache.keep(range(MAX_RECORDED_SPECULATION - PassGraphs.LONGEST - 1))
+    assert model.graphs is not None
+    model.graphs.pass_running = lambda: running
+    for _ in range(PassGraphs.RARE + 2):
+        long = text[: PassGraphs.LONGEST + 1]
         assert torch.equal(graphed.run(long), plain.run(long))
         output, _ = model.forward([graphed.part(text[:5], None, 0, 5), other.part(text[:2], None, 0, 2)])
         close(output.logits, plain.run(text[:5]))
         # A capture would hold the pass up; the shape is captured when it recurs afterwards.
         assert torch.equal(graphed.run([8]), plain.run([8]))
     running = False
-    for _ in range(GraphedModel.RARE):
+    for _ in range(PassGraphs.RARE):
         graphed.run(text[:5])
     assert capture.captured == 0
     for tokens in ([8], text[:5]):
@@ -297,25 +300,25 @@ def test_every_shape_has_one_graph_whatever_its_tree_and_each_buffer_its_own() -
     _, graphed, model = twins("llama", capture)
     for number, parents in enumerate(([-1, 0, 1], [-1, -1, -1], [-1, 0, 0], [-1, -1, 1])):
         graphed.run(byte_ids(3, start=number), parents, on_device=number % 3)
-    assert (capture.captured, capture.replayed) == (1, 4 - GraphedModel.RARE)
-    replays(graphed, byte_ids(2), GraphedModel.RARE + 1)
-    for _ in range(GraphedModel.RARE + 1):
+    assert (capture.captured, capture.replayed) == (1, 4 - PassGraphs.RARE)
+    replays(graphed, byte_ids(2), PassGraphs.RARE + 1)
+    for _ in range(PassGraphs.RARE + 1):
         graphed.run(byte_ids(3), plan=model.layer_order("skip:1"))
     assert (capture.captured, capture.replayed) == (3, 4)
     first = graphed.cache.buffer
     graphed.cache.buffer = KVBuffer(first.kv.clone())
-    replays(graphed, byte_ids(2), GraphedModel.RARE + 1)
+    replays(graphed, byte_ids(2), PassGraphs.RARE + 1)
     graphed.cache.buffer = first
     graphed.run(byte_ids(2))
     assert (capture.captured, capture.replayed) == (4, 6)
 
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphedModel, "MOST", 2)
+    monkeypatch.setattr(PassGraphs, "MOST", 2)
     capture = RecordingCapture()
     _, graphed, _ = twins("llama", capture)
     for count in (1, 2, 1, 3):  # 2 was unused for longest
-        replays(graphed, byte_ids(count), GraphedModel.RARE + 1)
+        replays(graphed, byte_ids(count), PassGraphs.RARE + 1)
     for count in (3, 1):
         replays(graphed, byte_ids(count), 1)
     assert capture.captured == 3
@@ -333,10 +336,10 @@ def test_graphs_leave_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
             captured.append(1)
             return super().__call__(step)
 
-    model = GraphedModel(to(tiny_target("llama"), device), "llama", no_notice, Counted(device))
+    model = open_runner(to(tiny_target("llama"), device), "llama", no_notice, Counted(device))
     walk = Walk(model, streaming_cache(model, choose_backend(device)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 2**34))
-    recurring = GraphedModel.RARE + 1
+    recurring = PassGraphs.RARE + 1
     replays(walk, byte_ids(1), recurring)
     replays(walk, byte_ids(2), recurring)
     replays(walk, byte_ids(1), 1)
@@ -356,9 +359,9 @@ def test_where_a_capture_fails_everything_runs_as_it_comes() -> None:
     notices: list[str] = []
     capture = RecordingCapture()
     plain, graphed, _ = twins("llama", capture)
-    model = GraphedModel(tiny_target("llama"), "the/model", notices.append, capture)
+    model = open_runner(tiny_target("llama"), "the/model", notices.append, capture)
     graphed = Walk(model, streaming_cache(model))
-    replays(graphed, byte_ids(1), GraphedModel.RARE + 1)
+    replays(graphed, byte_ids(1), PassGraphs.RARE + 1)
     assert capture.replayed == 1
     capture.fails = True
     for step in range(6):
@@ -447,16 +450,16 @@ def test_a_model_knows_whether_a_pass_runs(monkeypatch: pytest.MonkeyPatch) -> N
     known: list[bool] = []
     run = PassThread._run
     with LLM.from_models(to(tiny_target("llama"), CUDA), config="retrieval", overrides=SIZES) as llm:
-        model = llm.engine.target
-        assert isinstance(model, GraphedModel)
+        graphs = llm.engine.target.graphs
+        assert graphs is not None
 
         def noted(thread: PassThread, *arguments: Any) -> Any:
-            known.append(model.pass_running())
+            known.append(graphs.pass_running())
             return run(thread, *arguments)
 
         monkeypatch.setattr(PassThread, "_run", noted)
         llm.generate(byte_ids(40), SamplingParams(max_tokens=4))
-        assert known and all(known) and not model.pass_running()
+        assert known and all(known) and not graphs.pass_running()
 
 
 @pytest.mark.parametrize("window", [14, 900])
@@ -469,10 +472,10 @@ def test_buffers_are_whole_pages_of_masked_attention(window: int) -> None:
 
 def test_nothing_is_captured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.model.cuda_graphs.recorded", lambda *_: pytest.fail("recorded"))
-    model = GraphedModel(tiny_target("llama"), "llama", no_notice)
+    model = open_runner(tiny_target("llama"), "llama", no_notice)
     walk = Walk(model, streaming_cache(model))
     model.prepare(walk.cache, [1, 2], None)
-    replays(walk, byte_ids(1), GraphedModel.RARE + 3)
+    replays(walk, byte_ids(1), PassGraphs.RARE + 3)
 
 
 def test_graphs_go_with_their_buffer() -> None:
@@ -482,9 +485,9 @@ def test_graphs_go_with_their_buffer() -> None:
         def __call__(self, step):  # type: ignore[no-untyped-def]
             return (lambda: None), step()
 
-    model = GraphedModel(tiny_target("llama"), "llama", no_notice, Forgetful())
+    model = open_runner(tiny_target("llama"), "llama", no_notice, Forgetful())
     walk = Walk(model, streaming_cache(model))
-    replays(walk, byte_ids(1), GraphedModel.RARE + 1)
+    replays(walk, byte_ids(1), PassGraphs.RARE + 1)
     buffer = weakref.ref(walk.cache.buffer)
     del walk
     gc.collect()
@@ -511,7 +514,7 @@ def test_what_recurs_is_recorded_before_the_first_pass(
     """For both buffers of a retrieved cache, and for all sequences that follow: none holds up a round."""
     capture = RecordingCapture()
     monkeypatch.setattr("offload_rt.engine.engine.choose_backend", lambda device: TorchCpuBackend())
-    monkeypatch.setattr(GraphedModel, "RARE", 12)  # as often a draft may go on from another's outcome
+    monkeypatch.setattr(PassGraphs, "RARE", 12)  # as often a draft may go on from another's outcome
     target, params = tiny_target("llama-gqa"), SamplingParams(temperature=0.7, seed=1, max_tokens=24)
     sizes = SMALL | {"streaming.window": 60}  # too long to be recorded where the prompt is read
     prompts = [byte_ids(300, start=start) for start in (0, 100)]
@@ -523,7 +526,7 @@ def test_what_recurs_is_recorded_before_the_first_pass(
 
     with opened() as llm:
         expected = [llm.generate(prompt, params).tokens for prompt in prompts]
-    monkeypatch.setattr("offload_rt.api.opening.GraphedModel", partial(GraphedModel, capture=capture))
+    monkeypatch.setattr("offload_rt.api.opening.open_runner", partial(open_runner, capture=capture))
     with opened() as llm:
         for prompt, tokens in zip(prompts, expected, strict=True):
             stream = llm.stream(prompt, params)
@@ -540,7 +543,7 @@ def test_what_recurs_is_recorded_before_the_first_pass(
 def test_very_long_sequences_have_graphs_of_their_own() -> None:
     """Their rotary frequencies differ; the buffer may be the same."""
     capture = RecordingCapture()
-    of_short = GraphedModel(tiny_target("phi3"), "phi3", no_notice, capture)
+    of_short = open_runner(tiny_target("phi3"), "phi3", no_notice, capture)
     of_long = of_short.for_length(5000, 10)
     assert of_long is not of_short
     pool = BufferPool()
@@ -571,7 +574,7 @@ def test_cuda_graphs(arch: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(CudaCapture, "__call__", noted)
     backend = choose_backend(device)
     plain = CausalModel(to(tiny_target(arch), device, dtype), arch)
-    model = GraphedModel(to(tiny_target(arch), device, dtype), arch, no_notice)
+    model = open_runner(to(tiny_target(arch), device, dtype), arch, no_notice)
     walks = Walk(plain, streaming_cache(plain, backend)), Walk(model, streaming_cache(model, backend))
     text, at = byte_ids(400), 0
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2

@@ -31,8 +31,9 @@ from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.errors import UsageError
 from offload_rt.model.attention_hook import ATTENTION_NAME
+from offload_rt.model.decoder import NotANumber
 from offload_rt.model.passes import PassInput
-from offload_rt.model.runner import CausalModel, NotANumber
+from offload_rt.model.runner import CausalModel
 
 SHORT = SamplingParams(max_tokens=12)
 SMALL = {"retrieval.budget": 64, "retrieval.recent": 16, "streaming.sinks": 4, "streaming.window": 28}

@@ -27,12 +27,13 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.commands import cli
 from offload_rt.errors import UsageError
 from offload_rt.model.config_shapes import from_config
+from offload_rt.model.decoder import NotANumber
 from offload_rt.model.draft_head import save_head
 from offload_rt.model.loading import load_model
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.quantized_weights import move_scales, quantized_linear, stored_bytes
-from offload_rt.model.runner import CausalModel, NotANumber
+from offload_rt.model.runner import CausalModel
 from offload_rt.model.weights_digest import weights_digest
 from offload_rt.planning.assumptions import machine
 from offload_rt.planning.cost_model import FUSED_ROWS, CostModel, product_rate

@@ -29,9 +29,9 @@ from cpu_kv.streams import follower
 from offload_rt import LLM, SamplingParams
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.errors import UsageError
-from offload_rt.model.cuda_graphs import GraphedModel
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.remote_mlp import RemoteMlp, place_mlps
+from offload_rt.model.runner import open_runner
 from offload_rt.planning.memory import MemoryBudget
 from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import GIB, Hardware, named_hardware
@@ -73,11 +73,11 @@ def test_a_spread_model_is_not_captured() -> None:
     def captures(model: PreTrainedModel) -> bool:
         made: list[torch.device] = []
         with pytest.MonkeyPatch.context() as patch:
-            place = property(lambda model: CUDA, lambda model, device: None)
-            patch.setattr(GraphedModel, "device", place, raising=False)
-            patch.setattr("offload_rt.model.cuda_graphs.CudaCapture", made.append)
+            place = property(lambda model: CUDA)
+            patch.setattr(type(model), "device", place, raising=False)
+            patch.setattr("offload_rt.model.runner.CudaCapture", made.append)
             patch.setattr("offload_rt.model.runner.check_against_own_forward", lambda model: None)
-            GraphedModel(model, "tiny", print)
+            open_runner(model, "tiny", print)
         return bool(made)
 
     target = tiny_target("llama-gqa")

@@ -24,11 +24,12 @@ from offload_rt.caches.streaming import StreamingCache
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.drafting.model_drafter import SmallModelDrafter
 from offload_rt.errors import UsageError
-from offload_rt.model.cuda_graphs import GraphedModel
+from offload_rt.model.cuda_graphs import PassGraphs
+from offload_rt.model.decoder import NotANumber
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.passes import PassInput
-from offload_rt.model.runner import CausalModel, NotANumber
+from offload_rt.model.runner import CausalModel
 from offload_rt.planning.memory import MemoryBudget
 from offload_rt.planning.planner import plan as planned
 from offload_rt.planning.request import PlanRequest
@@ -85,7 +86,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LayerOrder, Tensor]]:
         return outputs
 
     monkeypatch.setattr(CausalModel, "forward", noted)
-    monkeypatch.setattr(GraphedModel, "LONGEST", 0)  # it runs what it would replay
+    monkeypatch.setattr(PassGraphs, "LONGEST", 0)  # it runs what it would replay
     return passes
 
 

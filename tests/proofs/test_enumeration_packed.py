@@ -28,12 +28,13 @@ from cpu_kv import PacedLink
 from cpu_kv.packed import PackedShape
 from offload_rt import LLM
 from offload_rt.attention.page_codec import MachineCodec
+from offload_rt.caches import refresh
 from offload_rt.caches.sizes import Tiers
 from offload_rt.drafting.verifier import AcceptanceRule, Sampling, lossless
 from offload_rt.engine import engine as engine_module
 from offload_rt.engine.sequence import Continuation
 from offload_rt.kernels.native import load_kernel
-from offload_rt.kernels.quantized import QuantizedLayer
+from offload_rt.kernels.quantize import quantize
 from offload_rt.sampling.rejection import Draft, Verdict
 from offload_rt.sampling.sampler import Draws, Sampler
 
@@ -205,8 +206,8 @@ def test_packed_pages_change_no_bit(name: str, bits: int, count: int) -> None:
 def test_what_a_quantised_cache_holds_changes_only_the_drafts(
     name: str, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, put = packed(name, bits, 2), QuantizedLayer.put  # kept for other tests, so without the patch
-    monkeypatch.setattr(QuantizedLayer, "put", lambda layer, keys, values: put(layer, values, keys))
+    right = packed(name, bits, 2)  # kept for other tests, so without the patch
+    monkeypatch.setattr(refresh, "quantize", lambda layer, keys, values: quantize(layer, values, keys))
     outcomes = enumerated(name, bits, 2)
     assert abs(acceptance(outcomes) - acceptance(right)) > 0.02
     check(outcomes)

@@ -15,7 +15,7 @@ from support.tiny_models import byte_tokenizer, noisy_copy, tiny_target, to
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams, UsageError
-from offload_rt.model.runner import NotANumber
+from offload_rt.model.decoder import NotANumber
 from offload_rt.text.json_grammar import JsonGrammar, JsonGrammars, checked_schema
 
 

@@ -320,8 +320,9 @@ class RetrievedLevel(ModelLevel):
 
     def _size(self, target: ModelShape) -> RetrievedSize:
         retrieval, layout = self.config.retrieval, target.layout(self.config.store.page)
-        sizes = retrieval.budget, retrieval.chunk, retrieval.recent
-        return RetrievedSize.of(layout, *sizes, retrieval.entry_bits)
+        return RetrievedSize.of(
+            layout, retrieval.budget, retrieval.chunk, retrieval.recent, retrieval.entry_bits
+        )
 
     def _attended(self, sizes: Sizes) -> int:
         retrieval, size, layout = self.config.retrieval, self._size(sizes.target), sizes.target.layout(1)

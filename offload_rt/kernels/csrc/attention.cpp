@@ -33,7 +33,7 @@ constexpr double LN2 = 0.6931471805599453;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr int64_t UNIT = 1024;  // tokens, at most
 constexpr int64_t LEAST_TILE = 16;  // queries that are worth a transposition of the keys
-constexpr double MAX_EXPONENT = 80.0;  // of a mass, as in attention/operators.py
+constexpr double MAX_EXPONENT = 80.0;  // of a mass, as in kernels/operators.py
 
 // Memory of the calling thread, valid until its next call for the type: fresh memory would be mapped and zeroed.
 template <typename T> static T* own_memory(size_t count) {
@@ -118,7 +118,7 @@ static inline void softmax_weights(Scratch<Products>& s, int scored, int r, int 
     store(&s.denominator[r * LANES], denominator);
 }
 
-// The arguments of a call (`_Call` in __init__.py). Contiguous: `out` and `before` [heads, count, dim], `lse`,
+// The arguments of a call (`_Call` in native.py). Contiguous: `out` and `before` [heads, count, dim], `lse`,
 // `lse_before` and `reference` [heads, count], `mask` [count, tokens] or null. `before` is attention over other tokens,
 // to which this call's is added, or null. `mass` [heads, sampled, tokens / chunk] or null, whose rows are `mass_stride`
 // apart, receives for each chunk the sum of exp(score - reference) of sampled queries; `reference` null: relative to

@@ -1,4 +1,4 @@
-// Keys and values of 8 or 4 bits (attention/quantized.py): a code c stands for zero + step * c.
+// Keys and values of 8 or 4 bits (kernels/quantized.py): a code c stands for zero + step * c.
 
 #pragma once
 
@@ -80,7 +80,7 @@ template <typename T, int BITS> struct Quantized {
     }
 };
 
-// What `offload_rt_quantize_…` takes (`_Quantize` in __init__.py): rows of keys or values [heads, tokens, dim], whose
+// What `offload_rt_quantize_…` takes (`_Quantize` in native.py): rows of keys or values [heads, tokens, dim], whose
 // strides count entries, and where they go.
 template <typename T, int BITS> struct Quantize {
     const T* rows;

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.priors import LATER_CHOICES
-from offload_rt.drafting.sequoia import TreePlan, acceptance_vector, plan
+from offload_rt.config.sequoia import TreePlan, acceptance_vector, plan
 
 Node = tuple["Node", ...]
 """A node as the tuple of its children."""
