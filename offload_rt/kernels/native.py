@@ -112,6 +112,10 @@ class _Quantize(ctypes.Structure):
     ]
 
 
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _call_over(name: str, pages: type[ctypes.Structure]) -> type[ctypes.Structure]:
     """Returns the arguments of a call over keys and values in a form, as `Call` of `attention.cpp`."""
     fields = [
@@ -321,19 +325,35 @@ class Kernel:
         lse = torch.empty(heads, count, dtype=torch.float64)
         if out.numel() == 0:
             return out, lse
-        if mask is not None:
-            mask = mask.to(torch.float32)
-        out_before, lse_before = before or (None, None)
-        sums = [None if one is None else one.double() for one in (lse_before, reference)]
-        given = (out_before, sums[0], mask, mass, sums[1])
-        # Kept until the call has ended. The mass alone has gaps between its rows.
-        parts = [None if one is None else one if one is mass else one.contiguous() for one in given]
-        addresses = [None if one is None else one.data_ptr() for one in (out, lse, *parts)]
-        team = torch.get_num_threads() if threads is None else threads
-        chunks = (1, 1) if mass is None else (mass.stride(1), tokens // mass.shape[2])
-        sizes = *addresses, heads, count, tokens, dim, team, *chunks, period, step, scale
-        asked = _Pages(queries.data_ptr(), 0, *queries.stride()[:2], count)
-        entry(ctypes.byref(call(asked, *sides, *sizes)))
+        # The tensors named here are kept until the call has ended. The mass may have gaps between its rows.
+        out_before, lse_before = (None, None) if before is None else before
+        out_before = None if out_before is None else out_before.contiguous()
+        lse_before = None if lse_before is None else lse_before.double().contiguous()
+        mask = None if mask is None else mask.float().contiguous()
+        reference = None if reference is None else reference.double().contiguous()
+        arguments = call(
+            queries=_Pages(queries.data_ptr(), 0, *queries.stride()[:2], count),
+            keys=sides[0],
+            values=sides[1],
+            out=out.data_ptr(),
+            lse=lse.data_ptr(),
+            before=_address(out_before),
+            lse_before=_address(lse_before),
+            mask=_address(mask),
+            mass=_address(mass),
+            reference=_address(reference),
+            heads=heads,
+            count=count,
+            tokens=tokens,
+            dim=dim,
+            threads=torch.get_num_threads() if threads is None else threads,
+            mass_stride=1 if mass is None else mass.stride(1),
+            chunk=1 if mass is None else tokens // mass.shape[2],
+            period=period,
+            step=step,
+            scale=scale,
+        )
+        entry(ctypes.byref(arguments))
         return out, lse
 
     def supports_quantized(self, queries: Tensor, layer: QuantizedLayer) -> bool:
@@ -367,8 +387,14 @@ class Kernel:
             (keys, layer.key_codes, layer.key_ranges),
             (values, layer.value_codes, layer.value_ranges),
         ):
-            sizes = *rows.stride()[:2], heads, tokens, torch.get_num_threads()
-            call = _Quantize(rows.data_ptr(), *sizes, _Quantized.of(codes, ranges, dim))
+            call = _Quantize(
+                rows.data_ptr(),
+                *rows.stride()[:2],
+                heads,
+                tokens,
+                torch.get_num_threads(),
+                _Quantized.of(codes, ranges, dim),
+            )
             self._quantize[rows.dtype, layer.bits](ctypes.byref(call))
 
     def pack(self, shape: PackedShape, pages: Tensor, packed: Tensor) -> None:
