@@ -347,6 +347,8 @@ extern "C" int offload_rt_bfloat16_dots() { return 0; }
 extern "C" void offload_rt_attend_float32(void*) {}
 extern "C" void offload_rt_attend_bfloat16(void*) {}
 extern "C" void offload_rt_attend_packed(void*) {}
+extern "C" void offload_rt_attend_paths_float32(void*, void*) {}
+extern "C" void offload_rt_attend_paths_bfloat16(void*, void*) {}
 extern "C" void offload_rt_attend_float32_8(void*) {}
 extern "C" void offload_rt_attend_float32_4(void*) {}
 extern "C" void offload_rt_attend_bfloat16_8(void*) {}
@@ -371,6 +373,7 @@ STRUCTURES: list[type[ctypes.Structure]] = [
     native._Quantized,
     native._Quantize,
     native._Call,
+    native._PathCall,
     native._PackedCall,
     native._QuantizedCall,
 ]
