@@ -28,10 +28,11 @@ TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 1
 LINK_RATE = 2e9
 """Bytes per second of the emulated link. Streaming the KV then takes longer than computing, as for a 7B model
 over PCIe at 25 GB/s; at 25 GB/s, the demo model's small KV would not be the bottleneck."""
-PASSAGE = "I had not been seated very long"
+PASSAGE = "Call me Ishmael."
 """The beginning of a paragraph of the built-in book, which the model reads."""
-CUE, RECITED = "No one", "had led."
-"""The model reads the paragraph again up to `CUE`, and repeats it up to `RECITED`."""
+CUE, RECITED = "of me, that", "hats off"
+"""The model reads the paragraph again up to `CUE`, and repeats it up to `RECITED`. In between, the right token is
+far likelier than any other one, so that no rounding changes what it writes."""
 CARDS = (
     ("rtx3060", "llama3.1-8b", "nf4", "32k"),
     ("rtx4060ti-16", "qwen2.5-7b-1m", "nf4", "128k"),
