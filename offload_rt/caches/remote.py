@@ -80,7 +80,8 @@ def attend_runs(total: AttentionSum, heads: int, runs: Iterable[KVPages], tokens
     for pages in runs:
         total.attend_tracked(pages)
     assert total.lse is not None
-    results = [total.result(), unfold(total.lse, heads)]
+    out, lse = total.result(), unfold(total.lse, heads)
+    results = [out, lse.to(torch.promote_types(out.dtype, torch.float32))]  # a CPU's is in float64
     return [*results, summed_mass(total.mass, total.lse, total.sample)] if total.mass else results
 
 

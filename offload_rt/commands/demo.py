@@ -31,8 +31,8 @@ over PCIe at 25 GB/s; at 25 GB/s, the demo model's small KV would not be the bot
 PASSAGE = "Call me Ishmael."
 """The beginning of a paragraph of the built-in book, which the model reads."""
 CUE, RECITED = "of me, that", "hats off"
-"""The model reads the paragraph again up to `CUE`, and repeats it up to `RECITED`. In between, the right token is
-far likelier than any other one, so that no rounding changes what it writes."""
+"""The model reads the paragraph again up to `CUE`, and repeats it up to `RECITED`. Each word in between is
+far likelier than any other, so that no rounding changes it."""
 CARDS = (
     ("rtx3060", "llama3.1-8b", "nf4", "32k"),
     ("rtx4060ti-16", "qwen2.5-7b-1m", "nf4", "128k"),
