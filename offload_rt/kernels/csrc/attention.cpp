@@ -50,19 +50,31 @@ static inline float mass_factor(double distance) { return float(std::exp(std::mi
 template <typename Products> struct Scratch {
     using Weight = typename Products::Weight;
     Products products;
-    Buffer<float> scores, sums, peak, denominator;
+    Buffer<float> scores, sums, peak, denominator, share;
+    Buffer<double> found;  // log-sum-exp of a unit
     Buffer<Weight> weights;
     Buffer<typename Products::Entry> entries;  // a block that was decoded
     Scratch(int dim, int rows)
         : products(dim, rows), scores(size_t(rows) * BLOCK), sums(size_t(rows) * dim), peak(rows),
-          denominator(size_t(rows) * LANES), weights(size_t(rows) * BLOCK),
+          denominator(size_t(rows + LANES) * LANES), share(rows + LANES), found(rows + LANES), weights(size_t(rows) * BLOCK),
           entries(size_t(BLOCK) * dim) {}
 
-    // The softmax denominator of a query; until here it is a sum per lane.
-    float denominator_of(int row) const {
-        float total = 0.0f;
-        for (int lane = 0; lane < LANES; ++lane) total += denominator[row * LANES + lane];
-        return total;
+    // Divides the sums of `rows` queries over a unit by the softmax denominators, and sets `share` and `found`.
+    void finish_unit(int rows, int dim) {
+        products.finish(&sums[0], rows);
+        for (int first = 0; first < rows; first += LANES) {
+            Vec lanes[LANES];  // some are of no query
+            for (int r = 0; r < LANES; ++r) lanes[r] = load(&denominator[(first + r) * LANES]);
+            const Vec total = lane_sums(lanes), log = log2_positive(total), shares = 1.0f / total;
+            // A query that sees no key has the output zero and the log-sum-exp -inf.
+            for (int r = 0; r < std::min(LANES, rows - first); ++r) {
+                share[first + r] = total[r] == 0.0f ? 0.0f : shares[r];
+                found[first + r] = total[r] > 0.0f ? (double(peak[first + r]) + log[r]) * LN2
+                                   : total[r] == 0.0f ? -INFINITE : double(total[r]);
+            }
+        }
+        for (int r = 0; r < rows; ++r)
+            for (int d = 0; d < dim; ++d) sums[r * dim + d] *= share[r];
     }
 };
 
@@ -153,20 +165,24 @@ template <typename Side> struct Call {
         before ? (void)std::copy_n(before + at * dim, dim, out + at * dim) : (void)std::fill_n(out + at * dim, dim, 0.0f);
     }
 
-    // Adds attention over a unit to the result of a query: `part`, and its log-sum-exp.
-    OWN_REGISTERS void add_unit(int64_t at, const float* part, double found) const {
-        if (found == -INFINITE) return;  // it sees no key there
-        float* total = out + at * dim;
-        if (lse[at] == -INFINITE) {
-            std::copy_n(part, dim, total);
-            lse[at] = found;
-            return;
+    // Adds attention over a unit to the results of `rows` queries, at most LANES: row r of `parts`, [rows][stride], and
+    // its log-sum-exp to query at[r].
+    OWN_REGISTERS void add_unit(int rows, const int64_t* at, const float* parts, int64_t stride, const double* found) const {
+        float distance[LANES] = {};
+        for (int r = 0; r < rows; ++r) distance[r] = float(found[r] - lse[at[r]]);
+        const Vec apart = load(distance), less = exp2_nonpositive(larger(apart, -apart) * -LOG2E);
+        const Vec most = 1.0f / (1.0f + less), rest = less * most;  // shares of the larger and the smaller one
+        const Vec log = log2_positive(1.0f + less);
+        for (int r = 0; r < rows; ++r) {
+            if (found[r] == -INFINITE) continue;  // it sees no key there
+            double& sum = lse[at[r]];
+            const bool first = sum == -INFINITE, nearer = apart[r] > 0.0f;
+            const float left = first ? 0.0f : nearer ? rest[r] : most[r], added = first ? 1.0f : nearer ? most[r] : rest[r];
+            sum = first ? found[r] : std::max(sum, found[r]) + log[r] * LN2;
+            float* total = out + at[r] * dim;
+            const float* part = parts + r * stride;
+            for (int d = 0; d < dim; ++d) total[d] = left * total[d] + added * part[d];
         }
-        const double distance = found - lse[at];
-        const float less = std::exp(-std::abs(float(distance))), most = 1.0f / (1.0f + less);  // shares of the two
-        const float added = distance > 0 ? most : less * most, left = distance > 0 ? less * most : most;
-        lse[at] = std::max(lse[at], found) + std::log1p(less);
-        for (int d = 0; d < dim; ++d) total[d] = left * total[d] + added * part[d];
     }
 
     // Multiplies the mass of a query on tokens first .. last.
@@ -201,7 +217,7 @@ struct Task {
     int64_t query(int64_t r, int64_t of_head) const { return (head + r / count) * of_head + row + r % count; }
 };
 
-// Attends unit by unit. Calls `add(unit, r, found)` for each row, whose attention over the unit is in `s.sums`.
+// Attends unit by unit. Calls `add(unit)` when attention of all rows over a unit is in `s.sums` and `s.found`.
 //
 // In a unit it goes head by head, so that memory is read in order. One head at a time (without `AllHeads`) is
 // compiled separately, as its loops are faster.
@@ -241,18 +257,13 @@ static void attend_task(const Call<Side>& call, const Task& task, Scratch<Produc
                 s.products.sum(&s.weights[0], values.data, call.values.ahead(then, from), values.stride, block_tokens,
                                count, &s.sums[base * dim]);
             }
-        s.products.finish(&s.sums[0], rows);
-        for (int r = 0; r < rows; ++r) {
+        s.finish_unit(rows, dim);
+        for (int r = 0; r < (call.mass ? rows : 0); ++r) {
             const int64_t at = task.query(r, call.count);
-            const float denominator = s.denominator_of(r);
-            const double found = (s.peak[r] + std::log2(double(denominator))) * LN2;
-            // A query that sees no key has the output zero and the log-sum-exp -inf, and so adds nothing.
-            const float share = denominator == 0.0f ? 0.0f : 1.0f / denominator;
-            for (int d = 0; d < dim; ++d) s.sums[r * dim + d] *= share;
-            if (call.mass)
-                call.scale_chunk_mass(at, start, end, share * (call.reference ? mass_factor(found - call.reference[at]) : 1.0f));
-            add(unit, r, found);
+            const float factor = call.reference ? mass_factor(s.found[r] - call.reference[at]) : 1.0f;
+            call.scale_chunk_mass(at, start, end, s.share[r] * factor);
         }
+        add(unit);
     }
 }
 
@@ -275,6 +286,7 @@ template <typename Products, typename Side> static void attend(const Call<Side>&
     const bool keeps_found = splits > 1 || (call.mass && !call.reference);
     float* const parts = splits > 1 ? own_memory<float>(units * rows * dim) : nullptr;
     double* const found = keeps_found ? own_memory<double>(units * rows) : nullptr;
+    const int64_t together = std::clamp<int64_t>((rows + call.threads - 1) / call.threads, 1, LANES);  // rows to add
 
 #pragma omp parallel num_threads(int(call.threads)) if (tasks > 1)
     {
@@ -286,28 +298,37 @@ template <typename Products, typename Side> static void attend(const Call<Side>&
                             split * step, std::min(units, (split + 1) * step)};
             if (splits == 1)
                 for (int64_t r = 0; r < task.heads * task.count; ++r) call.begin_row(task.query(r, call.count));
-            const auto add = [&](int64_t unit, int r, double of_unit) {
-                const int64_t at = task.query(r, call.count);
-                if (found) found[at * units + unit] = of_unit;
-                if (splits > 1)
-                    std::copy_n(&s.sums[r * dim], dim, &parts[(at * units + unit) * dim]);
-                else
-                    call.add_unit(at, &s.sums[r * dim], of_unit);
+            const int task_rows = int(task.heads * task.count);
+            const auto add = [&](int64_t unit) {
+                int64_t queries[LANES];
+                for (int first = 0; first < task_rows; first += LANES) {
+                    const int some = std::min(LANES, task_rows - first);
+                    for (int r = 0; r < some; ++r) {
+                        const int64_t at = queries[r] = task.query(first + r, call.count);
+                        if (found) found[at * units + unit] = s.found[first + r];
+                        if (splits > 1) std::copy_n(&s.sums[(first + r) * dim], dim, &parts[(at * units + unit) * dim]);
+                    }
+                    if (splits == 1) call.add_unit(some, queries, &s.sums[first * dim], dim, &s.found[first]);
+                }
             };
             all_heads ? attend_task<true>(call, task, s, add) : attend_task<false>(call, task, s, add);
         }
 #pragma omp for schedule(static)
-        for (int64_t at = 0; at < (found ? rows : 0); ++at) {
-            if (splits > 1) {
-                call.begin_row(at);
-                for (int64_t unit = 0; unit < units; ++unit)
-                    call.add_unit(at, &parts[(at * units + unit) * dim], found[at * units + unit]);
+        for (int64_t first = 0; first < (splits > 1 ? rows : 0); first += together) {
+            const int some = int(std::min(together, rows - first));
+            int64_t queries[LANES];
+            double of_unit[LANES];
+            for (int r = 0; r < some; ++r) call.begin_row(queries[r] = first + r);
+            for (int64_t unit = 0; unit < units; ++unit) {
+                for (int r = 0; r < some; ++r) of_unit[r] = found[(first + r) * units + unit];
+                call.add_unit(some, queries, &parts[(first * units + unit) * dim], units * dim, of_unit);
             }
-            if (call.mass && !call.reference)
-                for (int64_t unit = 0; unit < units; ++unit)
-                    call.scale_chunk_mass(at, call.start_of(unit), call.start_of(unit + 1),
-                                          mass_factor(found[at * units + unit] - call.lse[at]));
         }
+#pragma omp for schedule(static)
+        for (int64_t at = 0; at < (call.mass && !call.reference ? rows : 0); ++at)
+            for (int64_t unit = 0; unit < units; ++unit)
+                call.scale_chunk_mass(at, call.start_of(unit), call.start_of(unit + 1),
+                                      mass_factor(found[at * units + unit] - call.lse[at]));
     }
 }
 
