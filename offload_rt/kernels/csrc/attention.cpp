@@ -69,8 +69,7 @@ template <typename Products> struct Scratch {
             // A query that sees no key has the output zero and the log-sum-exp -inf.
             for (int r = 0; r < std::min(LANES, rows - first); ++r) {
                 share[first + r] = total[r] == 0.0f ? 0.0f : shares[r];
-                found[first + r] = total[r] > 0.0f ? (double(peak[first + r]) + log[r]) * LN2
-                                   : total[r] == 0.0f ? -INFINITE : double(total[r]);
+                found[first + r] = total[r] == 0.0f ? -INFINITE : (double(peak[first + r]) + log[r]) * LN2;
             }
         }
         for (int r = 0; r < rows; ++r)

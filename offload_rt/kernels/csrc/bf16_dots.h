@@ -41,11 +41,12 @@ class Bf16DotProducts {
     void score(int base, const BFloat16* keys, const BFloat16* next, int64_t stride, int block_tokens, int count,
                float* scores) {
         for (int group = 0; group < block_tokens; group += GROUPS * LANES) {
+            const int steps = GROUPS * dim_ / STEP * TRANSPOSITION_STEPS + row_calls(count) * dim_ / 2;
+            Prefetcher prefetcher(next + group * stride, GROUPS * LANES, dim_, stride, steps);
             for (int g = 0; g < GROUPS; ++g) {
                 int lanes = std::clamp(block_tokens - group - g * LANES, 0, LANES);
-                transpose_keys(keys + (group + g * LANES) * stride, stride, lanes, g);
+                transpose_keys(keys + (group + g * LANES) * stride, stride, lanes, g, prefetcher);
             }
-            Prefetcher prefetcher(next + group * stride, GROUPS * LANES, dim_, stride, row_calls(count) * dim_ / 2);
             int r = 0;
             for (; r + 4 <= count; r += 4) score_rows<4>(base, r, scores + group, prefetcher);
             for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, prefetcher);
@@ -85,6 +86,7 @@ class Bf16DotProducts {
   private:
     static constexpr int GROUPS = 4;  // of LANES keys each, transposed and scored together
     static constexpr int SUM_VECS = 4;
+    static constexpr int TRANSPOSITION_STEPS = 4;  // of the prefetcher; one query waits for memory with 2, four with 8
     static constexpr int FEW = 4;  // queries for which values are interleaved in registers
 
     // Number of calls of score_rows or sum_rows for `count` queries: four rows each, then two and one.
@@ -94,15 +96,18 @@ class Bf16DotProducts {
     static __m512bh pairs(const float* p) { return reinterpret<__m512bh>(_mm512_load_ps(p)); }
 
     // Transposes a group of `lanes` keys, padded with zeros, to keys_t_ [dim / 2][GROUPS][LANES].
-    OWN_REGISTERS void transpose_keys(const BFloat16* keys, int64_t stride, int lanes, int group) {
+    OWN_REGISTERS void transpose_keys(const BFloat16* keys, int64_t stride, int lanes, int group, Prefetcher& prefetcher) {
+        Prefetcher next = prefetcher;
         for (int d = 0; d < dim_; d += STEP) {
             Vec rows[LANES];
             for (int i = 0; i < LANES; ++i)
                 rows[i] = i < lanes ? load(reinterpret_cast<const float*>(keys + i * stride + d)) : Vec{};
+            for (int i = 0; i < TRANSPOSITION_STEPS; ++i) next.step();
             transpose(rows);
             float* to = &keys_t_[(d / 2 * GROUPS + group) * LANES];
             for (int i = 0; i < LANES; ++i) _mm512_store_ps(to + i * GROUPS * LANES, reinterpret<__m512>(rows[i]));
         }
+        prefetcher = next;
     }
 
     template <int R> OWN_REGISTERS void score_rows(int base, int first, float* scores, Prefetcher& prefetcher) const {

@@ -30,18 +30,20 @@ template <typename T> class WidenedProducts {
     // to prefetch.
     void score(int base, const T* keys, const T* next, int64_t stride, int block_tokens, int count, float* scores) {
         for (int group = 0; group < block_tokens; group += GROUPS * LANES) {
+            const int calls = count / SCORE_ROWS + count % SCORE_ROWS / 2 + count % 2;
+            const int steps = GROUPS * dim_ / LANES * TRANSPOSITION_STEPS + calls * dim_;
+            Prefetcher prefetcher(next + group * stride, GROUPS * LANES, dim_, stride, steps);
             for (int g = 0; g < GROUPS; ++g) {
                 int lanes = std::clamp(block_tokens - group - g * LANES, 0, LANES);
                 const T* first = keys + (group + g * LANES) * stride;
                 for (int d = 0; d < dim_; d += LANES) {
                     Vec rows[LANES];
                     for (int i = 0; i < LANES; ++i) rows[i] = i < lanes ? load(first + i * stride + d) : Vec{};
+                    for (int i = 0; i < TRANSPOSITION_STEPS; ++i) prefetcher.step();
                     transpose(rows);
                     for (int i = 0; i < LANES; ++i) store(&keys_t_[((d + i) * GROUPS + g) * LANES], rows[i]);
                 }
             }
-            int calls = count / SCORE_ROWS + count % SCORE_ROWS / 2 + count % 2;
-            Prefetcher prefetcher(next + group * stride, GROUPS * LANES, dim_, stride, calls * dim_);
             int r = 0;
             for (; r + SCORE_ROWS <= count; r += SCORE_ROWS) score_rows<SCORE_ROWS>(base, r, scores + group, prefetcher);
             for (; r + 2 <= count; r += 2) score_rows<2>(base, r, scores + group, prefetcher);
@@ -71,6 +73,7 @@ template <typename T> class WidenedProducts {
     static constexpr int GROUPS = 2;      // of LANES keys each, transposed and scored together
     static constexpr int SUM_ROWS = 4;    // times SUM_VECS accumulators in registers while summing values
     static constexpr int SUM_VECS = 4;
+    static constexpr int TRANSPOSITION_STEPS = 8;  // of the prefetcher
 
     // Scores R queries against the keys in keys_t_ [dim][GROUPS][LANES].
     template <int R> void score_rows(int base, int first, float* scores, Prefetcher& prefetcher) const {
