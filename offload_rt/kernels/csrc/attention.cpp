@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -164,9 +165,9 @@ template <typename Side> struct Call {
         before ? (void)std::copy_n(before + at * dim, dim, out + at * dim) : (void)std::fill_n(out + at * dim, dim, 0.0f);
     }
 
-    // Adds attention over a unit to the results of `rows` queries, at most LANES: row r of `parts`, [rows][stride], and
-    // its log-sum-exp to query at[r].
-    OWN_REGISTERS void add_unit(int rows, const int64_t* at, const float* parts, int64_t stride, const double* found) const {
+    // Adds attention over a unit to the results of `rows` queries, at most LANES: row r of `sums`, [rows][dim], and its
+    // log-sum-exp to query at[r].
+    OWN_REGISTERS void add_unit(int rows, const int64_t* at, const float* sums, const double* found) const {
         float distance[LANES] = {};
         for (int r = 0; r < rows; ++r) distance[r] = float(found[r] - lse[at[r]]);
         const Vec apart = load(distance), less = exp2_nonpositive(larger(apart, -apart) * -LOG2E);
@@ -179,8 +180,7 @@ template <typename Side> struct Call {
             const float left = first ? 0.0f : nearer ? rest[r] : most[r], added = first ? 1.0f : nearer ? most[r] : rest[r];
             sum = first ? found[r] : std::max(sum, found[r]) + log[r] * LN2;
             float* total = out + at[r] * dim;
-            const float* part = parts + r * stride;
-            for (int d = 0; d < dim; ++d) total[d] = left * total[d] + added * part[d];
+            for (int d = 0; d < dim; ++d) total[d] = left * total[d] + added * sums[r * dim + d];
         }
     }
 
@@ -214,6 +214,62 @@ struct Task {
 
     // The number of the query, counted over all heads, that is row `r` of the task.
     int64_t query(int64_t r, int64_t of_head) const { return (head + r / count) * of_head + row + r % count; }
+};
+
+// Adds the units of a task to the results of its queries, when the tasks for the tokens before it have done so.
+template <typename Side> class Adder {
+  public:
+    // `turn` is shared by the tasks for these queries: how many of them are done. This is number `number`.
+    Adder(const Call<Side>& call, const Task& task, int64_t number, int64_t* turn)
+        : call_(call), task_(task), rows_(int(task.heads * task.count)), number_(number), turn_(turn) {
+        for (int r = 0; r < (number ? 0 : rows_); ++r) call.begin_row(task.query(r, call.count));
+    }
+
+    // Adds the next unit: sums [rows][dim] and log-sum-exps [rows], which are kept until it is the task's turn.
+    void add(const float* sums, const double* found) {
+        if (is_turn()) {
+            add_kept();
+            return add_now(sums, found);
+        }
+        const int64_t values = rows_ * call_.dim, units = task_.last - task_.first;
+        sums_ = own_memory<float>(units * values), found_ = own_memory<double>(units * rows_);
+        std::copy_n(sums, values, sums_ + kept_ * values);
+        std::copy_n(found, rows_, found_ + kept_ * rows_);
+        ++kept_;
+    }
+
+    // Waits for the tasks before it, which other threads run already, adds what is left, and gives the turn on.
+    void finish() {
+        while (!is_turn()) std::this_thread::yield();
+        add_kept();
+        __atomic_store_n(turn_, number_ + 1, __ATOMIC_RELEASE);
+    }
+
+  private:
+    bool is_turn() const { return __atomic_load_n(turn_, __ATOMIC_ACQUIRE) == number_; }
+
+    void add_kept() {
+        for (int64_t unit = 0; unit < kept_; ++unit) add_now(sums_ + unit * rows_ * call_.dim, found_ + unit * rows_);
+        kept_ = 0;
+    }
+
+    void add_now(const float* sums, const double* found) const {
+        for (int first = 0; first < rows_; first += LANES) {
+            const int some = std::min(LANES, rows_ - first);
+            int64_t queries[LANES];
+            for (int r = 0; r < some; ++r) queries[r] = task_.query(first + r, call_.count);
+            call_.add_unit(some, queries, sums + first * call_.dim, found + first);
+        }
+    }
+
+    const Call<Side>& call_;
+    const Task& task_;
+    const int rows_;
+    const int64_t number_;
+    int64_t* const turn_;
+    int64_t kept_ = 0;  // units
+    float* sums_ = nullptr;
+    double* found_ = nullptr;
 };
 
 // Attends unit by unit. Calls `add(unit)` when attention of all rows over a unit is in `s.sums` and `s.found`.
@@ -276,58 +332,36 @@ template <typename Products, typename Side> static void attend(const Call<Side>&
     const int64_t wanted = call.threads > 1 ? 4 * call.threads : 1;
     do tiles = (call.count + tile - 1) / tile;
     while (groups * tiles < wanted && tile > LEAST_TILE && (tile /= 2));
-    const int64_t most = std::clamp<int64_t>(call.tokens / 1024, 1, std::max<int64_t>(units, 1));
-    int64_t splits = std::clamp<int64_t>((wanted + groups * tiles - 1) / (groups * tiles), 1, most);
+    const int64_t columns = groups * tiles, most = std::clamp<int64_t>(call.tokens / 1024, 1, std::max<int64_t>(units, 1));
+    int64_t splits = std::clamp<int64_t>((wanted + columns - 1) / columns, 1, most);
     const int64_t step = std::max<int64_t>(1, (units + splits - 1) / splits);
     splits = std::max<int64_t>(1, (units + step - 1) / step);
-    const int64_t tasks = groups * tiles * splits;
-    // Of tokens that are split: attention over every unit, to be added in order.
-    const bool keeps_found = splits > 1 || (call.mass && !call.reference);
-    float* const parts = splits > 1 ? own_memory<float>(units * rows * dim) : nullptr;
-    double* const found = keeps_found ? own_memory<double>(units * rows) : nullptr;
-    const int64_t together = std::clamp<int64_t>((rows + call.threads - 1) / call.threads, 1, LANES);  // rows to add
+    std::vector<int64_t> turns(columns);
+    std::vector<double> every(call.mass && !call.reference ? rows * units : 0);  // log-sum-exp of every unit
 
-#pragma omp parallel num_threads(int(call.threads)) if (tasks > 1)
+#pragma omp parallel num_threads(int(call.threads)) if (columns * splits > 1)
     {
         Scratch<Products> s(int(dim), int(std::min<int64_t>(heads * call.count, all_heads ? QUERY_TILE : tile)));
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t number = 0; number < tasks; ++number) {
-            const int64_t split = number % splits, row = number / splits % tiles * tile;
-            const Task task{number / splits / tiles * heads, heads, row, std::min<int64_t>(tile, call.count - row),
-                            split * step, std::min(units, (split + 1) * step)};
-            if (splits == 1)
-                for (int64_t r = 0; r < task.heads * task.count; ++r) call.begin_row(task.query(r, call.count));
-            const int task_rows = int(task.heads * task.count);
+// In order of the tokens, so that a thread seldom waits for its turn.
+#pragma omp for schedule(monotonic : dynamic, 1)
+        for (int64_t number = 0; number < columns * splits; ++number) {
+            const int64_t split = number / columns, column = number % columns, row = column % tiles * tile;
+            const Task task{column / tiles * heads, heads, row, std::min<int64_t>(tile, call.count - row), split * step,
+                            std::min(units, (split + 1) * step)};
+            Adder<Side> adder(call, task, split, &turns[column]);
             const auto add = [&](int64_t unit) {
-                int64_t queries[LANES];
-                for (int first = 0; first < task_rows; first += LANES) {
-                    const int some = std::min(LANES, task_rows - first);
-                    for (int r = 0; r < some; ++r) {
-                        const int64_t at = queries[r] = task.query(first + r, call.count);
-                        if (found) found[at * units + unit] = s.found[first + r];
-                        if (splits > 1) std::copy_n(&s.sums[(first + r) * dim], dim, &parts[(at * units + unit) * dim]);
-                    }
-                    if (splits == 1) call.add_unit(some, queries, &s.sums[first * dim], dim, &s.found[first]);
-                }
+                for (int64_t r = 0; r < (every.empty() ? 0 : task.heads * task.count); ++r)
+                    every[task.query(r, call.count) * units + unit] = s.found[r];
+                adder.add(&s.sums[0], &s.found[0]);
             };
             all_heads ? attend_task<true>(call, task, s, add) : attend_task<false>(call, task, s, add);
+            adder.finish();
         }
 #pragma omp for schedule(static)
-        for (int64_t first = 0; first < (splits > 1 ? rows : 0); first += together) {
-            const int some = int(std::min(together, rows - first));
-            int64_t queries[LANES];
-            double of_unit[LANES];
-            for (int r = 0; r < some; ++r) call.begin_row(queries[r] = first + r);
-            for (int64_t unit = 0; unit < units; ++unit) {
-                for (int r = 0; r < some; ++r) of_unit[r] = found[(first + r) * units + unit];
-                call.add_unit(some, queries, &parts[(first * units + unit) * dim], units * dim, of_unit);
-            }
-        }
-#pragma omp for schedule(static)
-        for (int64_t at = 0; at < (call.mass && !call.reference ? rows : 0); ++at)
+        for (int64_t at = 0; at < (every.empty() ? 0 : rows); ++at)
             for (int64_t unit = 0; unit < units; ++unit)
                 call.scale_chunk_mass(at, call.start_of(unit), call.start_of(unit + 1),
-                                      mass_factor(found[at * units + unit] - call.lse[at]));
+                                      mass_factor(every[at * units + unit] - call.lse[at]));
     }
 }
 
