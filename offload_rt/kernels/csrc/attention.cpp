@@ -33,7 +33,6 @@
 constexpr double LN2 = 0.6931471805599453;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 constexpr int64_t UNIT = 1024;  // tokens, at most
-constexpr int64_t LEAST_TILE = 16;  // queries that are worth a transposition of the keys
 constexpr double MAX_EXPONENT = 80.0;  // of a mass, as in kernels/operators.py
 
 // Memory of the calling thread, valid until its next call for the type: fresh memory would be mapped and zeroed.
@@ -97,12 +96,14 @@ static inline void raise_peak(Scratch<Products>& s, int scored, int r, int block
     for (int k = LANES; k < block_tokens; k += LANES) top = larger(top, load(row + k));
     float peak = highest(top);
     if (!(peak > s.peak[r])) return;
-    float shrink = std::exp2(s.peak[r] - peak);
+    const float before = s.peak[r];
+    s.peak[r] = peak;
+    if (before == -INFINITE) return;  // nothing is there to be rescaled
+    const float shrink = std::exp2(before - peak);
     store(&s.denominator[r * LANES], load(&s.denominator[r * LANES]) * shrink);
     for (int d = 0; d < dim; d += LANES) store(&s.sums[r * dim + d], load(&s.sums[r * dim + d]) * shrink);
     if (mass.memory)
         for (int64_t chunk = 0; chunk < mass.filled; ++chunk) mass.memory[chunk] *= shrink;
-    s.peak[r] = peak;
 }
 
 // Turns the scores of one query over a block into weights relative to the peak.
@@ -327,11 +328,8 @@ template <typename Products, typename Side> static void attend(const Call<Side>&
     // With few queries, all heads at once if that leaves every thread enough work.
     const bool all_heads = rows <= QUERY_TILE && units > 1 && call.tokens >= 4096 * call.threads;
     const int64_t heads = all_heads ? call.heads : 1, groups = call.heads / heads;
-    // With few heads and queries, fewer queries at a time and then tokens are split, so that every thread has work.
-    int64_t tile = QUERY_TILE, tiles;
-    const int64_t wanted = call.threads > 1 ? 4 * call.threads : 1;
-    do tiles = (call.count + tile - 1) / tile;
-    while (groups * tiles < wanted && tile > LEAST_TILE && (tile /= 2));
+    // With few heads and queries, tokens are split, so that every thread has work.
+    const int64_t tiles = (call.count + QUERY_TILE - 1) / QUERY_TILE, wanted = call.threads > 1 ? 4 * call.threads : 1;
     const int64_t columns = groups * tiles, most = std::clamp<int64_t>(call.tokens / 1024, 1, std::max<int64_t>(units, 1));
     int64_t splits = std::clamp<int64_t>((wanted + columns - 1) / columns, 1, most);
     const int64_t step = std::max<int64_t>(1, (units + splits - 1) / splits);
@@ -341,12 +339,12 @@ template <typename Products, typename Side> static void attend(const Call<Side>&
 
 #pragma omp parallel num_threads(int(call.threads)) if (columns * splits > 1)
     {
-        Scratch<Products> s(int(dim), int(std::min<int64_t>(heads * call.count, all_heads ? QUERY_TILE : tile)));
+        Scratch<Products> s(int(dim), int(std::min<int64_t>(heads * call.count, QUERY_TILE)));
 // In order of the tokens, so that a thread seldom waits for its turn.
 #pragma omp for schedule(monotonic : dynamic, 1)
         for (int64_t number = 0; number < columns * splits; ++number) {
-            const int64_t split = number / columns, column = number % columns, row = column % tiles * tile;
-            const Task task{column / tiles * heads, heads, row, std::min<int64_t>(tile, call.count - row), split * step,
+            const int64_t split = number / columns, column = number % columns, row = column % tiles * QUERY_TILE;
+            const Task task{column / tiles * heads, heads, row, std::min<int64_t>(QUERY_TILE, call.count - row), split * step,
                             std::min(units, (split + 1) * step)};
             Adder<Side> adder(call, task, split, &turns[column]);
             const auto add = [&](int64_t unit) {
