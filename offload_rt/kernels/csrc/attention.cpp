@@ -60,8 +60,7 @@ template <typename Products> struct Scratch {
           entries(size_t(BLOCK) * dim) {}
 
     // Divides the sums of `rows` queries over a unit by the softmax denominators, and sets `share` and `found`.
-    void finish_unit(int rows, int dim) {
-        products.finish(&sums[0], rows);
+    void finish_unit(int rows) {
         for (int first = 0; first < rows; first += LANES) {
             Vec lanes[LANES];  // some are of no query
             for (int r = 0; r < LANES; ++r) lanes[r] = load(&denominator[(first + r) * LANES]);
@@ -72,8 +71,7 @@ template <typename Products> struct Scratch {
                 found[first + r] = total[r] == 0.0f ? -INFINITE : (double(peak[first + r]) + log[r]) * LN2;
             }
         }
-        for (int r = 0; r < rows; ++r)
-            for (int d = 0; d < dim; ++d) sums[r * dim + d] *= share[r];
+        products.finish(&sums[0], &share[0], rows);
     }
 };
 
@@ -313,7 +311,7 @@ static void attend_task(const Call<Side>& call, const Task& task, Scratch<Produc
                 s.products.sum(&s.weights[0], values.data, call.values.ahead(then, from), values.stride, block_tokens,
                                count, &s.sums[base * dim]);
             }
-        s.finish_unit(rows, dim);
+        s.finish_unit(rows);
         for (int r = 0; r < (call.mass ? rows : 0); ++r) {
             const int64_t at = task.query(r, call.count);
             const float factor = call.reference ? mass_factor(s.found[r] - call.reference[at]) : 1.0f;

@@ -72,14 +72,18 @@ class Bf16DotProducts {
         for (; d < dim_; d += STEP) sum_columns<2>(weights, values + d, stride, block_tokens, count, sums + d, prefetcher);
     }
 
-    // Puts sums [count][dim] in the order of the dimensions, which interleaving changes within 128 bits.
-    void finish(float* sums, int count) const {
+    // Multiplies rows of sums [count][dim] by factors, and puts them in the order of the dimensions, which interleaving
+    // changes within 128 bits.
+    OWN_REGISTERS void finish(float* sums, const float* factors, int count) const {
         const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
         const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-        for (int i = 0; i < count * dim_; i += STEP) {
-            __m512 low = _mm512_load_ps(sums + i), high = _mm512_load_ps(sums + i + LANES);
-            _mm512_store_ps(sums + i, _mm512_permutex2var_ps(low, first, high));
-            _mm512_store_ps(sums + i + LANES, _mm512_permutex2var_ps(low, second, high));
+        for (int r = 0; r < count; ++r, sums += dim_) {
+            const __m512 factor = _mm512_set1_ps(factors[r]);
+            for (int d = 0; d < dim_; d += STEP) {
+                const __m512 low = _mm512_load_ps(sums + d) * factor, high = _mm512_load_ps(sums + d + LANES) * factor;
+                _mm512_store_ps(sums + d, _mm512_permutex2var_ps(low, first, high));
+                _mm512_store_ps(sums + d + LANES, _mm512_permutex2var_ps(low, second, high));
+            }
         }
     }
 

@@ -66,7 +66,11 @@ template <typename T> class WidenedProducts {
         for (; d < dim_; d += LANES) sum_columns<1>(weights, values + d, stride, block_tokens, count, sums + d, prefetcher);
     }
 
-    void finish(float*, int) const {}
+    // Multiplies rows of sums [count][dim] by factors.
+    void finish(float* sums, const float* factors, int count) const {
+        for (int r = 0; r < count; ++r)
+            for (int d = 0; d < dim_; ++d) sums[r * dim_ + d] *= factors[r];
+    }
 
   private:
     static constexpr int SCORE_ROWS = 8;  // times GROUPS accumulators in registers while scoring
