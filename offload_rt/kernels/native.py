@@ -150,6 +150,7 @@ class Kernel:
     Attributes:
         lanes: floats per vector register.
         bfloat16_dots: whether bfloat16 uses the processor's dot products; else it is widened to float32.
+        bfloat16_tiles: whether the processor multiplies tiles of bfloat16 (AMX), which torch's products use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -158,6 +159,7 @@ class Kernel:
         self._library.offload_rt_sizeof.restype = ctypes.c_int64
         self.lanes = self.number("lanes")
         self.bfloat16_dots = bool(self.number("bfloat16_dots"))
+        self.bfloat16_tiles = bool(self.number("bfloat16_tiles"))
         self._entry: dict[torch.dtype, Callable[..., None]] = {}
         for dtype in (torch.float32, torch.bfloat16):
             name = f"attend_{str(dtype).removeprefix('torch.')}"

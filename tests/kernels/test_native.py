@@ -344,6 +344,7 @@ def test_torchs_threads_are_set_for_the_calling_thread_alone(monkeypatch: pytest
 STAND_IN = """
 extern "C" long offload_rt_lanes() { return 16; }
 extern "C" int offload_rt_bfloat16_dots() { return 0; }
+extern "C" int offload_rt_bfloat16_tiles() { return 0; }
 extern "C" void offload_rt_attend_float32(void*) {}
 extern "C" void offload_rt_attend_bfloat16(void*) {}
 extern "C" void offload_rt_attend_packed(void*) {}

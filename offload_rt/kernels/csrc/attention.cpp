@@ -472,6 +472,15 @@ int64_t offload_rt_sizeof(const char* name) {
     return 0;
 }
 
+// Returns 1 if the processor multiplies tiles of bfloat16 (AMX).
+int64_t offload_rt_bfloat16_tiles() {
+#ifdef __AMX_BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 // Returns 1 if bfloat16 uses the processor's dot products.
 int64_t offload_rt_bfloat16_dots() {
 #ifdef OFFLOAD_RT_BF16_DOTS
