@@ -1,4 +1,4 @@
-"""Not a bit of what the target computes of a text depends on drafts, trees, drafting ahead or threads.
+"""Not a bit of what the target computes of a text depends on drafts, trees, batches, drafting ahead, threads.
 
 The log probabilities and the KV of every token are those of plain decoding, to the last bit, in float32 and
 in bfloat16: on a CPU, for models whose dense layers run in the native library.
@@ -95,6 +95,12 @@ def plainly(name: str, prompt: int) -> Text:
         return Text(context.tokens, result.logprobs, kv_of(context, prompt + LENGTH - 1))
 
 
+def drafting(levels: str, shape: str, depth: int) -> dict[str, object]:
+    """The part of a config that says how is drafted."""
+    shaped = [{**level, "draft": "chain" if levels == "lookup" else shape} for level in LEVELS[levels]]
+    return {"speculation.levels": shaped, "speculation.gamma2": depth}
+
+
 @settings(derandomize=True, max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(list(MODELS)),
@@ -111,13 +117,7 @@ def test_drafts_change_no_bit(
 ) -> None:
     """Whatever is drafted, in passes of up to 197 tokens, which the native library computes."""
     text = plainly(name, prompt)
-    overrides = {
-        "speculation.levels": [
-            {**level, "draft": "chain" if levels == "lookup" else shape} for level in LEVELS[levels]
-        ],
-        "speculation.gamma2": depth,
-        "offload.ahead": ahead,
-    }
+    overrides = {**drafting(levels, shape, depth), "offload.ahead": ahead}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -129,3 +129,24 @@ def test_drafts_change_no_bit(
             assert torch.equal(kv_of(context, prompt + LENGTH - 1), text.kv)
     finally:
         torch.set_num_threads(before)
+
+
+@settings(derandomize=True, max_examples=10, deadline=None)
+@given(
+    name=st.sampled_from(list(MODELS)),
+    levels=st.sampled_from(list(LEVELS)),
+    shape=st.sampled_from(["chain", "tree:2,2"]),
+    prompts=st.lists(st.integers(20, 100), min_size=2, max_size=8),
+    link=st.sampled_from(list(LINKS)),
+)
+def test_a_batch_changes_no_bit(name: str, levels: str, shape: str, prompts: list[int], link: str) -> None:
+    """Texts of other lengths, which share the passes, forks among them."""
+    with open_llm(name, "retrieval", drafting(levels, shape, 3), link) as llm:
+        contexts = [llm.read(PROMPT[:prompt]) for prompt in prompts]
+        prompts, contexts = [*prompts, prompts[0]], [*contexts, contexts[0].fork()]
+        results = llm.generate_from(contexts, None, SamplingParams(max_tokens=LENGTH, logprobs=0))
+        for prompt, context, result in zip(prompts, contexts, results, strict=True):
+            text = plainly(name, prompt)
+            assert context.tokens == text.tokens
+            assert result.logprobs == text.logprobs
+            assert torch.equal(kv_of(context, prompt + LENGTH - 1), text.kv)
