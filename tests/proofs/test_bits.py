@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from support.tiny_models import noisy_copy, tiny_target, to
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offload_rt import LLM, Context, SamplingParams
+from offload_rt import LLM, Context, GenerationResult, SamplingParams
 from offload_rt.kernels import dense
 from offload_rt.kernels.native import load_kernel
 
@@ -150,3 +152,47 @@ def test_a_batch_changes_no_bit(name: str, levels: str, shape: str, prompts: lis
             assert context.tokens == text.tokens
             assert result.logprobs == text.logprobs
             assert torch.equal(kv_of(context, prompt + LENGTH - 1), text.kv)
+
+
+STEPS = st.tuples(st.sampled_from(["generate", "rewind", "append", "fork", "save"]), st.integers(1, 30))
+
+
+@settings(derandomize=True, max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(list(MODELS)),
+    levels=st.sampled_from(list(LEVELS)),
+    shape=st.sampled_from(["chain", "tree:2,2", "grown:12"]),
+    link=st.sampled_from(list(LINKS)),
+    code=st.sampled_from(["raw", "auto"]),
+    steps=st.lists(STEPS, min_size=3, max_size=7),
+)
+def test_a_program_changes_no_bit(
+    name: str, levels: str, shape: str, link: str, code: str, steps: list[tuple[str, int]]
+) -> None:
+    """What is done with a context between the texts that it writes, alike with drafts and without."""
+
+    def run(config: str, overrides: Mapping[str, object]) -> tuple[list[GenerationResult], list[int], Tensor]:
+        with (
+            open_llm(name, config, {**overrides, "store.code": code}, link) as llm,
+            TemporaryDirectory() as folder,
+        ):
+            context, results = llm.read(PROMPT[:60]), []
+            for step, count in [*steps, ("generate", 10)]:
+                if step == "generate":
+                    results.append(context.generate((), SamplingParams(max_tokens=count, logprobs=0)))
+                elif step == "rewind":
+                    context.rewind(max(1, len(context.tokens) - count))
+                elif step == "append":
+                    context.append(PROMPT[count : 2 * count])
+                elif step == "fork":
+                    context = context.fork()
+                else:
+                    context.save(Path(folder) / "saved")
+                    context.close()
+                    context = llm.load(Path(folder) / "saved")
+            return results, context.tokens, kv_of(context, len(context.tokens) - 1)
+
+    plain, drafted = run("plain", {}), run("retrieval", drafting(levels, shape, 3))
+    assert drafted[1] == plain[1]
+    assert [result.logprobs for result in drafted[0]] == [result.logprobs for result in plain[0]]
+    assert torch.equal(drafted[2], plain[2])
