@@ -167,6 +167,46 @@ def test_rounded_weights_are_not_biased(kernel: native.Kernel) -> None:
 
 
 @DTYPES
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    heads=st.sampled_from([1, 2, 8]),
+    count=st.sampled_from([1, 2, 3, 5, 17, 40, 70, 130]),
+    pages=st.integers(1, 9),
+    page=st.sampled_from([16, 48, 256, 300, 2048]),
+    dim=st.sampled_from([32, 64, 96]),
+    seed=st.integers(0, 1000),
+    data=st.data(),
+)
+def test_not_a_bit_of_a_query_depends_on_other_queries_calls_or_threads(
+    kernel: native.Kernel,
+    dtype: torch.dtype,
+    heads: int,
+    count: int,
+    pages: int,
+    page: int,
+    dim: int,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    queries = torch.randn(heads, count, dim, generator=generator).to(dtype)
+    kv = 2 * torch.randn(pages, 2, heads, page, dim, generator=generator).to(dtype)
+    whole = kernel.attend(queries, PlainPages.of(kv), dim**-0.5, None, threads=1)
+    first = data.draw(st.integers(0, count - 1))
+    some = slice(first, data.draw(st.integers(first + 1, count)))
+    cut = data.draw(st.integers(0, pages))
+    total = None
+    for part in (kv[:cut], kv[cut:]):
+        if len(part):
+            threads = data.draw(st.integers(1, 4))
+            total = kernel.attend(
+                queries[:, some], PlainPages.of(part), dim**-0.5, None, threads=threads, before=total
+            )
+    assert total is not None
+    assert torch.equal(total[0], whole[0][:, some]) and torch.equal(total[1], whole[1][:, some])
+
+
+@DTYPES
 def test_every_number_of_queries(kernel: native.Kernel, dtype: torch.dtype) -> None:
     queries, keys, values = drawn(1, 66, 201, 64, dtype)
     for count in range(1, 67):
