@@ -5,13 +5,13 @@ if TYPE_CHECKING:
     from cpu_kv.chunks import ChunkMeans
     from cpu_kv.cuda_link import CudaLink
     from cpu_kv.gathering import Gatherer, LayerGatherer, PendingCopy, TransferCounters
+    from cpu_kv.kv_transfer import LayerStream, TransferEngine
     from cpu_kv.layout import KVLayout
     from cpu_kv.link import CopyFailed, CpuLink, Event, Link
     from cpu_kv.paced_link import PacedLink
     from cpu_kv.pinned import PageLocking, SlabAllocator
     from cpu_kv.sizes import ElementType, KVSizes
     from cpu_kv.store import PagedKVStore, SequenceKV
-    from cpu_kv.transfer import LayerStream, TransferEngine
     from cpu_kv.views import KVPages, PackedPages, PlainPages, head_major
 
 __all__ = [
@@ -52,7 +52,7 @@ _MODULES = (
     "pinned",
     "store",
     "gathering",
-    "transfer",
+    "kv_transfer",
 )
 
 
