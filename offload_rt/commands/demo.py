@@ -28,9 +28,9 @@ TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 1
 LINK_RATE = 2e9
 """Bytes per second of the emulated link. Streaming the KV then takes longer than computing, as for a 7B model
 over PCIe at 25 GB/s; at 25 GB/s, the demo model's small KV would not be the bottleneck."""
-PASSAGE = "Call me Ishmael."
+PASSAGE = "Now, when I say that I am in the habit"
 """The beginning of a paragraph of the built-in book, which the model reads."""
-CUE, RECITED = "of me, that", "hats off"
+CUE, RECITED = "passenger you", "a general thing;"
 """The model reads the paragraph again up to `CUE`, and repeats it up to `RECITED`. Each word in between is
 far likelier than any other, so that no rounding changes it."""
 CARDS = (

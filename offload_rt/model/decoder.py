@@ -38,7 +38,7 @@ from offload_rt.model.layer_kinds import layer_kinds
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.quantized_weights import stored_bytes
 from offload_rt.model.remote_blocks import RemoteBlocks, RemotePass
-from offload_rt.model.remote_mlp import RemoteMlp
+from offload_rt.model.remote_mlp import RemoteMlp, remote_mlps
 from offload_rt.model.supported import refuse_unsupported
 
 
@@ -108,7 +108,7 @@ class Decoder:
     @property
     def remote_mlps(self) -> list[RemoteMlp]:
         """MLP blocks whose weights are on another GPU."""
-        return [module for module in self.module.modules() if isinstance(module, RemoteMlp)]
+        return remote_mlps(self.module)
 
     def left_out_bytes(self, order: LayerOrder) -> int:
         """Returns the bytes of weights in the blocks that `order` leaves out."""

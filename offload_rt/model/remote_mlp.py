@@ -49,6 +49,11 @@ def _peer_copies(
     return PeerCopies(home, gpu), PeerCopies(gpu, home)
 
 
+def remote_mlps(model: torch.nn.Module) -> list[RemoteMlp]:
+    """Returns the MLP blocks of a model whose weights are on another GPU."""
+    return [module for module in model.modules() if isinstance(module, RemoteMlp)]
+
+
 def place_mlps(model: PreTrainedModel, home: torch.device, gpu: torch.device, count: int) -> PreTrainedModel:
     """Moves the model to `home`, and the MLP blocks of its first `count` layers to `gpu`.
 

@@ -23,7 +23,7 @@ from offload_rt.model.dense_layers import computes_the_same, dense_head, dense_l
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
 from offload_rt.model.recurrence import missing_kernels
-from offload_rt.model.remote_mlp import RemoteMlp
+from offload_rt.model.remote_mlp import remote_mlps
 from offload_rt.model.self_check import TOKENS, Probe, check_against_own_forward, spread_positions
 from offload_rt.model.supported import kind_of
 from offload_rt.system.device_copies import joined, to_device
@@ -218,9 +218,8 @@ def open_runner(
         on_notice: called with what makes it slow: kernels that are missing, or why recording failed.
         capture: how to record; None: CUDA graphs on a GPU, nothing on a CPU.
     """
-    spread = any(isinstance(module, RemoteMlp) for module in model.modules())  # a graph is of one device
-    if capture is None and model.device.type == "cuda" and not spread:
-        capture = CudaCapture(model.device)
+    if capture is None and model.device.type == "cuda" and not remote_mlps(model):
+        capture = CudaCapture(model.device)  # of one device
     graphs = None if capture is None else PassGraphs(name, model.device, capture, on_notice)
     runner = CausalModel(model, name, graphs)
     if model.device.type == "cuda" and (missing := " ".join(sorted(runner.missing_kernels))):

@@ -46,7 +46,7 @@ template <typename T> static T* own_memory(size_t count) {
 static inline float mass_factor(double distance) { return float(std::exp(std::min(distance, MAX_EXPONENT))); }
 
 // Working memory of one thread for `rows` queries: scores and weights of a block of tokens, and the sums over
-// all blocks so far.
+// all blocks of a unit so far.
 template <typename Products> struct Scratch {
     using Weight = typename Products::Weight;
     Products products;

@@ -99,7 +99,8 @@ class Bf16DotProducts {
     static __m512bh both(uint32_t pair) { return reinterpret<__m512bh>(_mm512_set1_epi32(int(pair))); }
     static __m512bh pairs(const float* p) { return reinterpret<__m512bh>(_mm512_load_ps(p)); }
 
-    // Transposes a group of `lanes` keys, padded with zeros, to keys_t_ [dim / 2][GROUPS][LANES].
+    // Transposes a group of `lanes` keys, padded with zeros, to keys_t_ [dim / 2][GROUPS][LANES], and prefetches
+    // meanwhile.
     OWN_REGISTERS void transpose_keys(const BFloat16* keys, int64_t stride, int lanes, int group, Prefetcher& prefetcher) {
         Prefetcher next = prefetcher;
         for (int d = 0; d < dim_; d += STEP) {
