@@ -20,14 +20,12 @@ MOST_ROWS = 256
 """Most tokens of a pass that is computed here, as many as large drafts have. A row of a product is the same
 whatever the others are. torch's products are no faster, but those of float32 with AVX-512: they take 0.9 of
 the time for 64 rows and 0.7 for 256."""
-MOST_ROWS_BESIDE_TILES = 32
-"""Of bfloat16 on a processor with AMX: from there on, torch's products are 3 to 9 times as fast."""
 
 _BYTES_PER_THREAD = 2**18  # of weights: with fewer, waking a thread takes longer than its share
 
 
 class _Matrix(ctypes.Structure):
-    """`Matrix` of `layer.h`."""
+    """`Matrix` of `products.h`."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
@@ -122,13 +120,6 @@ def _entries(dtype: torch.dtype) -> _Entries | None:
     return _Entries(kernel, dtype)
 
 
-def most_rows(dtype: torch.dtype) -> int:
-    """Returns the number of tokens up to which passes are computed here."""
-    kernel = load_kernel()
-    tiles = dtype == torch.bfloat16 and kernel is not None and kernel.bfloat16_tiles
-    return MOST_ROWS_BESIDE_TILES if tiles else MOST_ROWS
-
-
 def supports(linear: Any, dtype: torch.dtype) -> bool:
     """Returns whether a module is a plain product with a weight that the library can read in place."""
     entries = _entries(dtype)
@@ -207,14 +198,14 @@ class NativeLayer:
 
 
 class NativeProduct:
-    """A product with a matrix behind an RMS norm, or without a norm.
+    """A product with a matrix behind an RMS norm.
 
     Args:
         linear: a module that `supports` holds for.
     """
 
-    def __init__(self, linear: nn.Linear, norm: RmsNorm | None = None) -> None:
-        self._linear, self._behind = linear, norm
+    def __init__(self, linear: nn.Linear, norm: RmsNorm) -> None:
+        self._linear, self._behind = linear, norm  # whose memory the structures point to
         entries = _entries(linear.weight.dtype)
         assert entries is not None
         self._product = entries.product
@@ -224,7 +215,7 @@ class NativeProduct:
         """Returns `[tokens, outputs]` of inputs `[tokens, width]`, whose rows are contiguous."""
         rows, width = inputs.shape
         result = inputs.new_empty(rows, self._linear.out_features)
-        scratch = inputs.new_empty(rows, width) if self._behind else result
+        scratch = inputs.new_empty(rows, width)
         call = _ProductCall(
             self._norm, self._matrix, rows, _threads(self._linear.weight.nbytes), inputs.stride(0)
         )

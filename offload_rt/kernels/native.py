@@ -150,7 +150,7 @@ class Kernel:
     Attributes:
         lanes: floats per vector register.
         bfloat16_dots: whether bfloat16 uses the processor's dot products; else it is widened to float32.
-        bfloat16_tiles: whether the processor multiplies tiles of bfloat16 (AMX), which torch's products use.
+        bfloat16_tiles: whether products of bfloat16 use the processor's tiles (AMX).
     """
 
     def __init__(self, path: Path) -> None:

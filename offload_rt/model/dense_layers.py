@@ -17,11 +17,11 @@ from torch.func import functional_call
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.layer_kinds import LayerKinds
 from offload_rt.kernels.dense import (
+    MOST_ROWS,
     LayerWeights,
     NativeLayer,
     NativeProduct,
     RmsNorm,
-    most_rows,
     supports,
 )
 from offload_rt.model.architecture import CACHE_ARGUMENT
@@ -35,7 +35,7 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 
 
 class DenseLayer:
-    """A decoder layer; more tokens than `most_rows`, and all while it has hooks, go through its module."""
+    """A decoder layer; more tokens than `MOST_ROWS`, and all while it has hooks, go through its module."""
 
     def __init__(self, block: Any, weights: LayerWeights) -> None:
         self._block = block
@@ -43,11 +43,10 @@ class DenseLayer:
         self._softmax = Softmax(float(block.self_attn.scaling))
         self._native = NativeLayer(weights)
         self._hooks = _hooks(block)
-        self._most_rows = most_rows(weights.query.weight.dtype)
 
     def __call__(self, hidden: Tensor, **arguments: Any) -> Any:
         """Returns what the module returns: hidden states, in some models in a tuple."""
-        if hidden.shape[1] > self._most_rows or any(self._hooks):
+        if hidden.shape[1] > MOST_ROWS or any(self._hooks):
             return self._block(hidden, **arguments)
         hidden = hidden.contiguous()
         cosines, sines = arguments["position_embeddings"]
@@ -63,10 +62,9 @@ class DenseHead:
         self._norm, self._head = norm, head
         self._native = NativeProduct(head, weights)
         self._hooks = [*_hooks(norm), *_hooks(head)]
-        self._most_rows = most_rows(head.weight.dtype)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if hidden.shape[1] > self._most_rows or any(self._hooks):
+        if hidden.shape[1] > MOST_ROWS or any(self._hooks):
             logits: Tensor = self._head(self._norm(hidden))
             return logits
         return self._native(hidden[0])[None]

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.native_kernels import PROCESSORS, processor_flags
+from support.native_kernels import ATTENTION, PROCESSORS, processor_flags
 
 from offload_rt.kernels import building, native
 from offload_rt.system.memory import cache_folder
@@ -32,7 +32,7 @@ def built() -> dict[str, Path]:
     return paths
 
 
-@pytest.fixture(scope="session", params=PROCESSORS)
+@pytest.fixture(scope="session", params=ATTENTION)
 def kernel(request: pytest.FixtureRequest, built: dict[str, Path]) -> native.Kernel:
     if request.param not in built:
         pytest.skip(f"no C++ compiler here, or not a machine that runs {request.param}")

@@ -309,11 +309,12 @@ def test_what_it_does_not_cover_goes_to_torch(kernel: native.Kernel, dtype: torc
 
 def test_builds_use_what_their_processor_has(built: dict[str, Path]) -> None:
     kernels = {processor: native.Kernel(path) for processor, path in built.items()}
-    lanes = {"x86-64-v4": 16, "x86-64-v3": 8, "x86-64": 4}
+    lanes = {"x86-64-v4": 16, "x86-64-v3": 8, "x86-64": 4, "cooperlake": 16}
     for processor, kernel in kernels.items():
         assert kernel.lanes == lanes.get(processor, kernel.lanes)
-        has_dots = processor == "native" and "avx512_bf16" in processor_flags()
+        has_dots = processor in ("native", "cooperlake") and "avx512_bf16" in processor_flags()
         assert kernel.bfloat16_dots == has_dots
+        assert kernel.bfloat16_tiles == (processor == "native" and "amx_bf16" in processor_flags())
 
 
 # threads

@@ -11,10 +11,8 @@ from support.tiny_models import byte_ids, local_model, tiny_target, to
 from torch import Tensor
 
 from offload_rt.attention.sums import Softmax
-from offload_rt.kernels import dense
-from offload_rt.kernels.dense import MOST_ROWS, MOST_ROWS_BESIDE_TILES, most_rows
 from offload_rt.kernels.native import load_kernel
-from offload_rt.model.dense_layers import DenseHead, DenseLayer, computes_the_same
+from offload_rt.model.dense_layers import DenseLayer, computes_the_same
 from offload_rt.model.runner import CausalModel
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="no C++ compiler here")
@@ -62,7 +60,7 @@ def test_layers_are_as_exact_as_their_modules(arch: str, dtype: torch.dtype) -> 
     for step, block in zip(model._steps, model._blocks, strict=True):
         assert isinstance(step, DenseLayer)
         exact = copy.deepcopy(block).double()
-        for rows in (1, 2, 3, 4, 7, 32):
+        for rows in (1, 2, 3, 4, 7, 32, 100):
             hidden = torch.randn(1, rows, model.hidden_size, generator=generator).to(dtype)
             rotation = model._rotary(hidden, torch.arange(rows)[None] + 9, "full_attention")
             assert rotation is not None
@@ -71,50 +69,6 @@ def test_layers_are_as_exact_as_their_modules(arch: str, dtype: torch.dtype) -> 
             peer = through_modules(block, hidden, *rotation)
             usual = max(float((peer - want).abs().max()), torch.finfo(dtype).eps * float(want.abs().max()))
             assert float((found - want).abs().max()) <= 2 * usual
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_token_does_not_depend_on_the_others_of_a_pass(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not a bit of it, wherever it is in passes of 1 to 256 tokens."""
-    monkeypatch.setattr(dense, "MOST_ROWS_BESIDE_TILES", MOST_ROWS)
-    model = CausalModel(to(tiny_target("llama-gqa", head_dim=32), dtype), "tiny")
-    (step, *_), tokens = model._steps, MOST_ROWS
-    hidden = torch.randn(
-        1, tokens, model.hidden_size, dtype=dtype, generator=torch.Generator().manual_seed(4)
-    )
-    rotation = model._rotary(hidden, torch.arange(tokens)[None], "full_attention")
-    assert rotation is not None and isinstance(model._head, DenseHead)
-
-    class OwnValue:
-        """Attention to oneself alone."""
-
-        def attend(
-            self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
-        ) -> Tensor:
-            return queries + values.repeat_interleave(len(queries) // len(keys), 0)
-
-    def compute(part: slice) -> tuple[Tensor, Tensor]:
-        given = [one[:, part].contiguous() for one in (hidden, *rotation)]
-        out = step(given[0], position_embeddings=given[1:], attention_pass=OwnValue())
-        return out[0], model.logits(given[0])
-
-    whole = compute(slice(tokens))
-    for rows in (1, 2, 3, 5, 31, 33, 64, 100, 255):
-        for start in (0, 7, tokens - rows):
-            part = slice(start, min(start + rows, tokens))
-            for one, of_all in zip(compute(part), whole, strict=True):
-                assert torch.equal(one, of_all[part])
-
-
-def test_long_passes_leave_bfloat16_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = load_kernel()
-    assert kernel is not None
-    for tiles, most in ((True, MOST_ROWS_BESIDE_TILES), (False, MOST_ROWS)):
-        monkeypatch.setattr(kernel, "bfloat16_tiles", tiles)
-        assert most_rows(torch.bfloat16) == most and most_rows(torch.float32) == MOST_ROWS
 
 
 @pytest.mark.parametrize("arch", ["granite", "gemma3", "cohere", "phi3"])

@@ -6,7 +6,7 @@ in bfloat16: on a CPU, for models whose dense layers run in the native library.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,20 +23,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, Context, GenerationResult, SamplingParams
-from offload_rt.kernels import dense
 from offload_rt.kernels.native import load_kernel
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="needs the native library")
 
 LENGTH = 48
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_tiles() -> Iterator[None]:
-    """A processor without AMX, with which torch would compute long passes in bfloat16."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dense, "MOST_ROWS_BESIDE_TILES", dense.MOST_ROWS)
-        yield
 
 
 MODELS: dict[str, tuple[torch.dtype, dict[str, int]]] = {

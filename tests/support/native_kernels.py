@@ -9,9 +9,12 @@ PROCESSORS = {
     "x86-64-v4": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
     "x86-64-v3": ("avx2", "fma"),
     "x86-64": (),
+    "cooperlake": ("avx512_bf16", "avx512_vnni"),
 }
-"""By the compiler's names, with what the machine must have to run them. Only the first can have the dot
-products of bfloat16."""
+"""By the compiler's names, with what the machine must have to run them. The first and the last can have the
+dot products of bfloat16, the first its tiles."""
+ATTENTION = [processor for processor in PROCESSORS if processor != "cooperlake"]
+"""Those whose attention differs."""
 
 
 def processor_flags() -> set[str]:

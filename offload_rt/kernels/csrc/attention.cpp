@@ -472,14 +472,8 @@ int64_t offload_rt_sizeof(const char* name) {
     return 0;
 }
 
-// Returns 1 if the processor multiplies tiles of bfloat16 (AMX).
-int64_t offload_rt_bfloat16_tiles() {
-#ifdef __AMX_BF16__
-    return 1;
-#else
-    return 0;
-#endif
-}
+// Returns 1 if products of bfloat16 use the processor's tiles.
+int64_t offload_rt_bfloat16_tiles() { return by_tiles<BFloat16>(); }
 
 // Returns 1 if bfloat16 uses the processor's dot products.
 int64_t offload_rt_bfloat16_dots() {

@@ -1,25 +1,15 @@
-// The dense parts of a decoder layer for a few tokens: norms, products with the weights where they lie, rotation,
-// gate. The weights are read once, at the rate of the memory; sums are in float32, and a token's result does not
+// The dense parts of a decoder layer for a few tokens: norms, products, rotation, gate. A token's result does not
 // depend on the other tokens of the pass.
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
+#include <cstring>
 
-#include "bf16_dots.h"
-#include "direct.h"
+#include "products.h"
 #include "vectors.h"
-#include "widened.h"
-
-constexpr int OUTPUTS = 32;  // of a product that a thread computes at a time
-
-// Rows of weights [outs][ins], `stride` entries apart, and a bias [outs] or null (`_Matrix` in dense.py).
-template <typename T> struct Matrix {
-    const T *weight, *bias;
-    int64_t outs, ins, stride;
-};
 
 // The weight of an RMS norm, or null for no norm (`_Norm`).
 template <typename T> struct Norm {
@@ -55,65 +45,6 @@ template <typename T> struct ProductCall {
     T *result, *scratch;
 };
 
-#ifdef OFFLOAD_RT_BF16_DOTS
-template <typename T>
-using ProductsOf = std::conditional_t<std::is_same_v<T, BFloat16>, Bf16DotProducts, WidenedProducts<T>>;
-#else
-template <typename T> using ProductsOf = WidenedProducts<T>;
-#endif
-
-// Rows of inputs as the queries of `score_keys`, whose keys are the rows of a matrix.
-template <typename T> struct Inputs {
-    using Products = ProductsOf<T>;
-    using Row = typename Products::Row;
-    static constexpr int STEP = Products::STEP;
-    const T* data;
-    int64_t stride;
-    Row query(int r, int d) const { return row(data + r * stride + d); }
-    static Row row(const T* p) { return Products::row(p); }
-    static Vec add_product(Vec sums, Row x, Row y) { return Products::add_product(sums, x, y); }
-};
-
-// Computes outputs first .. first + count of R inputs from `row` on, to out [R][OUTPUTS].
-template <int R, typename T>
-OWN_REGISTERS static void multiply_rows(const Inputs<T>& inputs, int row, const Matrix<T>& m, int64_t first, int count, bool ahead,
-                                        float* out) {
-    constexpr int KEYS = LANES / R;
-    const int dim = int(m.ins);
-    for (int k = 0; k < count; k += KEYS) {
-        const T* weights = m.weight + (first + k) * m.stride;
-        const int left = count - k;
-        Vec found = left < KEYS ? score_keys<R, false>(inputs, row, weights, m.stride, left, dim)
-                    : ahead     ? score_keys<R, true, true>(inputs, row, weights, m.stride, KEYS, dim)
-                                : score_keys<R, true>(inputs, row, weights, m.stride, KEYS, dim);
-        for (int r = 0; r < R; ++r)
-            std::memcpy(out + r * OUTPUTS + k, reinterpret_cast<float*>(&found) + r * KEYS, KEYS * sizeof(float));
-    }
-}
-
-// Computes outputs first .. first + count, at most OUTPUTS, of `rows` inputs, to out [rows][OUTPUTS].
-template <typename T>
-static void multiply(const Inputs<T>& inputs, int rows, const Matrix<T>& m, int64_t first, int count, float* out) {
-    if (rows < 4) {
-        int r = 0;
-        if (rows >= 2) multiply_rows<2>(inputs, 0, m, first, count, true, out), r = 2;
-        if (r < rows) multiply_rows<1>(inputs, r, m, first, count, r == 0, out + r * OUTPUTS);
-    } else {
-        // A few rows of weights at a time, which stay in the first cache for all inputs.
-        constexpr int KEYS = LANES / 4;
-        for (int k = 0; k < count; k += KEYS) {
-            const int some = std::min(KEYS, count - k);
-            for (int r = 0; r + 4 <= rows; r += 4) multiply_rows<4>(inputs, r, m, first + k, some, r == 0, out + r * OUTPUTS + k);
-        }
-        int r = rows / 4 * 4;
-        if (r + 2 <= rows) multiply_rows<2>(inputs, r, m, first, count, false, out + r * OUTPUTS), r += 2;
-        if (r < rows) multiply_rows<1>(inputs, r, m, first, count, false, out + r * OUTPUTS);
-    }
-    if (!m.bias) return;
-    for (int r = 0; r < rows; ++r)
-        for (int k = 0; k < count; ++k) out[r * OUTPUTS + k] += widen(m.bias[first + k]);
-}
-
 // Divides a row by its root mean square, and multiplies by the weight of the norm; rounds between, as transformers.
 template <typename From, typename T> static void normalize(const Norm<T>& norm, const From* from, int64_t dim, T* to) {
     double squares = 0.0;
@@ -127,6 +58,15 @@ template <typename From, typename T> static void normalize(const Norm<T>& norm, 
         T rounded;
         narrow(widen(from[d]) * factor, &rounded);
         narrow(widen(rounded) * widen(norm.weight[d]), to + d);
+    }
+}
+
+// Sets inputs to the norm of rows `stride` entries apart. Called by all threads of a team, each with a `row` of its own.
+template <typename T> static void set_inputs(const Norm<T>& norm, const T* from, int64_t stride, const Inputs<T>& inputs, T* row) {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < inputs.rows; ++r) {
+        normalize(norm, from + r * stride, inputs.width, row);
+        inputs.set(r, 0, row, inputs.width);
     }
 }
 
@@ -154,11 +94,13 @@ template <typename T> static void attention_inputs(const LayerCall<T>& call) {
     const Layer<T>& layer = *call.layer;
     const int64_t rows = call.rows, dim = layer.head_dim, hidden = layer.query.ins;
     const int64_t heads = layer.query.outs / dim, kv_heads = layer.key.outs / dim;
+    const Inputs<T> inputs{call.scratch, rows, hidden};
 #pragma omp parallel num_threads(int(call.threads)) if (call.threads > 1)
     {
         Buffer<float> out(size_t(rows) * OUTPUTS), head(size_t(rows) * dim), normed(dim);
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; ++r) normalize(layer.attention_norm, call.hidden + r * hidden, hidden, call.scratch + r * hidden);
+        Buffer<T> row(hidden);
+        Multiplier<T> multiply;
+        set_inputs(layer.attention_norm, call.hidden, hidden, inputs, &row[0]);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t number = 0; number < heads + 2 * kv_heads; ++number) {
             const bool queries = number < heads, keys = !queries && number < heads + kv_heads;
@@ -166,7 +108,7 @@ template <typename T> static void attention_inputs(const LayerCall<T>& call) {
             const Matrix<T>& matrix = queries ? layer.query : keys ? layer.key : layer.value;
             for (int64_t d = 0; d < dim; d += OUTPUTS) {
                 const int count = int(std::min<int64_t>(OUTPUTS, dim - d));
-                multiply(Inputs<T>{call.scratch, hidden}, int(rows), matrix, at * dim + d, count, &out[0]);
+                multiply(inputs, matrix, at * dim + d, count, &out[0]);
                 for (int64_t r = 0; r < rows; ++r) std::copy_n(&out[r * OUTPUTS], count, &head[r * dim + d]);
             }
             T* to = queries ? call.queries : keys ? call.keys : call.values;
@@ -181,14 +123,15 @@ static inline Vec sigmoid_times(Vec x) {
     return x * (x > 0 ? splat(1.0f) : power) / (power + 1.0f);
 }
 
-// Adds to a residual [rows][outs] the product of inputs [rows][ins] with a matrix. Called by all threads of a team.
+// Adds to a residual [rows][outs] the product of inputs with a matrix. Called by all threads of a team.
 template <typename T>
-static void add_product(const T* inputs, const Matrix<T>& matrix, int64_t rows, const T* residual, T* result, float* out) {
+static void add_product(Multiplier<T>& multiply, const Inputs<T>& inputs, const Matrix<T>& matrix, const T* residual, T* result,
+                        float* out) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t first = 0; first < matrix.outs; first += OUTPUTS) {
         const int count = int(std::min<int64_t>(OUTPUTS, matrix.outs - first));
-        multiply(Inputs<T>{inputs, matrix.ins}, int(rows), matrix, first, count, out);
-        for (int64_t r = 0; r < rows; ++r)
+        multiply(inputs, matrix, first, count, out);
+        for (int64_t r = 0; r < inputs.rows; ++r)
             for (int k = 0; k < count; ++k) {
                 const int64_t at = r * matrix.outs + first + k;
                 T rounded;
@@ -202,53 +145,50 @@ static void add_product(const T* inputs, const Matrix<T>& matrix, int64_t rows, 
 template <typename T> static void after_attention(const LayerCall<T>& call) {
     const Layer<T>& layer = *call.layer;
     const int64_t rows = call.rows, dim = layer.head_dim, hidden = layer.query.ins, wide = layer.gate.outs;
-    T* attended = call.scratch;
-    T* summed = attended + rows * layer.output.ins;
-    T* normed = summed + rows * hidden;
-    T* gated = normed + rows * hidden;
+    const Inputs<T> attended{call.scratch, rows, layer.output.ins};
+    T* summed = attended.data + rows * attended.width;
+    const Inputs<T> normed{summed + rows * hidden, rows, hidden}, gated{normed.data + rows * hidden, rows, wide};
 #pragma omp parallel num_threads(int(call.threads)) if (call.threads > 1)
     {
         Buffer<float> out(size_t(rows) * OUTPUTS), up(size_t(rows) * OUTPUTS);
+        Buffer<T> row(std::max<int64_t>(hidden, OUTPUTS));
+        Multiplier<T> multiply;
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; ++r)
             for (int64_t h = 0; h < layer.output.ins / dim; ++h)
-                std::memcpy(attended + r * layer.output.ins + h * dim, call.attended + h * call.head_stride + r * call.row_stride,
-                            dim * sizeof(T));
-        add_product(attended, layer.output, rows, call.hidden, summed, &out[0]);
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; ++r) normalize(layer.mlp_norm, summed + r * hidden, hidden, normed + r * hidden);
+                attended.set(r, h * dim, call.attended + h * call.head_stride + r * call.row_stride, dim);
+        add_product(multiply, attended, layer.output, call.hidden, summed, &out[0]);
+        set_inputs(layer.mlp_norm, summed, hidden, normed, &row[0]);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t first = 0; first < wide; first += OUTPUTS) {
             const int count = int(std::min<int64_t>(OUTPUTS, wide - first));
-            multiply(Inputs<T>{normed, hidden}, int(rows), layer.gate, first, count, &out[0]);
-            multiply(Inputs<T>{normed, hidden}, int(rows), layer.up, first, count, &up[0]);
+            multiply(normed, layer.gate, first, count, &out[0]);
+            multiply(normed, layer.up, first, count, &up[0]);
             for (int64_t r = 0; r < rows; ++r) {
                 for (int k = 0; k < OUTPUTS; k += LANES)
                     store(&out[r * OUTPUTS + k], sigmoid_times(load(&out[r * OUTPUTS + k])) * load(&up[r * OUTPUTS + k]));
-                for (int k = 0; k < count; ++k) narrow(out[r * OUTPUTS + k], gated + r * wide + first + k);
+                for (int k = 0; k < count; ++k) narrow(out[r * OUTPUTS + k], &row[k]);
+                gated.set(r, first, &row[0], count);
             }
         }
-        add_product(gated, layer.down, rows, summed, call.result, &out[0]);
+        add_product(multiply, gated, layer.down, summed, call.result, &out[0]);
     }
 }
 
-// Computes a product behind a norm. `scratch` [rows][ins] if there is one.
+// Computes a product behind a norm. `scratch` [rows][ins].
 template <typename T> static void product(const ProductCall<T>& call) {
     const Matrix<T>& matrix = call.matrix;
-    const T* inputs = call.norm.weight ? call.scratch : call.input;
-    const int64_t stride = call.norm.weight ? matrix.ins : call.input_stride;
+    const Inputs<T> inputs{call.scratch, call.rows, matrix.ins};
 #pragma omp parallel num_threads(int(call.threads)) if (call.threads > 1)
     {
         Buffer<float> out(size_t(call.rows) * OUTPUTS);
-        if (call.norm.weight) {
-#pragma omp for schedule(static)
-            for (int64_t r = 0; r < call.rows; ++r)
-                normalize(call.norm, call.input + r * call.input_stride, matrix.ins, call.scratch + r * matrix.ins);
-        }
+        Buffer<T> row(matrix.ins);
+        Multiplier<T> multiply;
+        set_inputs(call.norm, call.input, call.input_stride, inputs, &row[0]);
 #pragma omp for schedule(dynamic, 4)
         for (int64_t first = 0; first < matrix.outs; first += OUTPUTS) {
             const int count = int(std::min<int64_t>(OUTPUTS, matrix.outs - first));
-            multiply(Inputs<T>{inputs, stride}, int(call.rows), matrix, first, count, &out[0]);
+            multiply(inputs, matrix, first, count, &out[0]);
             for (int64_t r = 0; r < call.rows; ++r)
                 for (int k = 0; k < count; ++k) narrow(out[r * OUTPUTS + k], call.result + r * matrix.outs + first + k);
         }

@@ -1,0 +1,131 @@
+// Products of a few inputs with the weights where they lie. The weights are read once, at the rate of the memory; sums
+// are in float32, and a row of the result does not depend on the other rows.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "bf16_dots.h"
+#include "direct.h"
+#include "tiles.h"
+#include "vectors.h"
+#include "widened.h"
+
+constexpr int OUTPUTS = 32;  // of a product that a thread computes at a time
+
+// Rows of weights [outs][ins], `stride` entries apart, and a bias [outs] or null (`_Matrix` in dense.py).
+template <typename T> struct Matrix {
+    const T *weight, *bias;
+    int64_t outs, ins, stride;
+};
+
+#ifdef OFFLOAD_RT_BF16_DOTS
+template <typename T>
+using ProductsOf = std::conditional_t<std::is_same_v<T, BFloat16>, Bf16DotProducts, WidenedProducts<T>>;
+#else
+template <typename T> using ProductsOf = WidenedProducts<T>;
+#endif
+
+// Whether products of such entries are by tiles.
+template <typename T> static inline bool by_tiles() {
+#ifdef OFFLOAD_RT_BF16_TILES
+    return std::is_same_v<T, BFloat16> && TILES_GRANTED;
+#else
+    return false;
+#endif
+}
+
+// Inputs [rows][width] of products, laid out as these read them: one row after the other, or for tiles [width / 2][16]
+// pairs of each 16 rows. They are also the queries of `score_keys`, whose keys are the rows of a matrix.
+template <typename T> struct Inputs {
+    using Products = ProductsOf<T>;
+    using Row = typename Products::Row;
+    static constexpr int STEP = Products::STEP;
+    T* data;
+    int64_t rows, width;
+
+    // Sets `count` entries of a row from `first` on, both even.
+    void set(int64_t row, int64_t first, const T* from, int64_t count) const {
+#ifdef OFFLOAD_RT_BF16_TILES
+        if (by_tiles<T>()) {
+            const int64_t start = row / TILE_ROWS * TILE_ROWS, tall = std::min<int64_t>(rows - start, TILE_ROWS);
+            T* to = data + start * width + first * tall + (row - start) * 2;
+            for (int64_t d = 0; d < count; d += 2) std::memcpy(to + d * tall, from + d, 2 * sizeof(T));
+            return;
+        }
+#endif
+        std::memcpy(data + row * width + first, from, count * sizeof(T));
+    }
+
+    Row query(int r, int d) const { return row(data + r * width + d); }
+    static Row row(const T* p) { return Products::row(p); }
+    static Vec add_product(Vec sums, Row x, Row y) { return Products::add_product(sums, x, y); }
+};
+
+// Computes outputs first .. first + count of R inputs from `row` on, to out [R][OUTPUTS].
+template <int R, typename T>
+OWN_REGISTERS static void multiply_rows(const Inputs<T>& inputs, int row, const Matrix<T>& m, int64_t first, int count, bool ahead,
+                                        float* out) {
+    constexpr int KEYS = LANES / R;
+    const int dim = int(m.ins);
+    for (int k = 0; k < count; k += KEYS) {
+        const T* weights = m.weight + (first + k) * m.stride;
+        const int left = count - k;
+        Vec found = left < KEYS ? score_keys<R, false>(inputs, row, weights, m.stride, left, dim)
+                    : ahead     ? score_keys<R, true, true>(inputs, row, weights, m.stride, KEYS, dim)
+                                : score_keys<R, true>(inputs, row, weights, m.stride, KEYS, dim);
+        for (int r = 0; r < R; ++r)
+            std::memcpy(out + r * OUTPUTS + k, reinterpret_cast<float*>(&found) + r * KEYS, KEYS * sizeof(float));
+    }
+}
+
+// Computes outputs first .. first + count, at most OUTPUTS, of all inputs, to out [rows][OUTPUTS], by vectors.
+template <typename T> static void multiply_by_rows(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
+    const int rows = int(inputs.rows);
+    if (rows < 4) {
+        int r = 0;
+        if (rows >= 2) multiply_rows<2>(inputs, 0, m, first, count, true, out), r = 2;
+        if (r < rows) multiply_rows<1>(inputs, r, m, first, count, r == 0, out + r * OUTPUTS);
+        return;
+    }
+    // A few rows of weights at a time, which stay in the first cache for all inputs.
+    constexpr int KEYS = LANES / 4;
+    for (int k = 0; k < count; k += KEYS) {
+        const int some = std::min(KEYS, count - k);
+        for (int r = 0; r + 4 <= rows; r += 4) multiply_rows<4>(inputs, r, m, first + k, some, r == 0, out + r * OUTPUTS + k);
+    }
+    int r = rows / 4 * 4;
+    if (r + 2 <= rows) multiply_rows<2>(inputs, r, m, first, count, false, out + r * OUTPUTS), r += 2;
+    if (r < rows) multiply_rows<1>(inputs, r, m, first, count, false, out + r * OUTPUTS);
+}
+
+// What a thread multiplies with.
+template <typename T> class Multiplier {
+  public:
+    // Computes outputs first .. first + count, at most OUTPUTS, of all inputs, to out [rows][OUTPUTS].
+    void operator()(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
+        multiply(inputs, m, first, count, out);
+        if (!m.bias) return;
+        for (int64_t r = 0; r < inputs.rows; ++r)
+            for (int k = 0; k < count; ++k) out[r * OUTPUTS + k] += widen(m.bias[first + k]);
+    }
+
+  private:
+    void multiply(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
+#ifdef OFFLOAD_RT_BF16_TILES
+        if constexpr (std::is_same_v<T, BFloat16>)
+            if (by_tiles<T>()) {
+                const BFloat16* weights = m.weight + first * m.stride;
+                return tiles_.multiply(weights, m.stride, count, inputs.data, int(inputs.rows), m.ins, out, OUTPUTS);
+            }
+#endif
+        multiply_by_rows(inputs, m, first, count, out);
+    }
+
+#ifdef OFFLOAD_RT_BF16_TILES
+    Tiles tiles_;
+#endif
+};
