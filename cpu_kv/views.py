@@ -124,6 +124,11 @@ class PlainPages(KVPages):
         """Returns a view of keys and values `[kv_heads, tokens, head_dim]` as one page."""
         return cls(keys[None], values[None])
 
+    @classmethod
+    def paged(cls, keys: Tensor, values: Tensor, page: int) -> Self:
+        """Returns a view of keys and values `[kv_heads, tokens, head_dim]` as pages of `page` tokens each."""
+        return cls(*(side.unflatten(1, (-1, page)).transpose(0, 1) for side in (keys, values)))
+
     def __len__(self) -> int:
         return self.keys.shape[0]  # torch's own `len` is ten times slower
 
@@ -162,6 +167,12 @@ class PlainPages(KVPages):
     def cut(self, start: int, end: int) -> PlainPages:
         """Returns a view of the tokens `start` .. `end` of every page."""
         return PlainPages(self.keys[:, :, start:end], self.values[:, :, start:end])
+
+    def behind(self, earlier: PlainPages) -> PlainPages:
+        """Returns one page of the tokens of another page, and these, one page, behind them."""
+        return PlainPages(
+            torch.cat([earlier.keys, self.keys], dim=2), torch.cat([earlier.values, self.values], dim=2)
+        )
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Overwrites all tokens, by `[kv_heads, tokens, head_dim]` on any device."""

@@ -115,6 +115,16 @@ class AttentionBackend(ABC):
         """
         return self.add(total, queries, tail, scale, mask)
 
+    def add_prompt(
+        self, total: Total | None, queries: Tensor, tail: PlainPages, scale: float, view: TailView
+    ) -> Total:
+        """Does `add_tail` for many queries in order, without a mask."""
+        own, before = tail.cut(view.shared, tail.tokens), tail.cut(0, view.shared)
+        heads = queries.unflatten(1, (-1, view.count)).flatten(0, 1)
+        out, lse = self.causal(heads, own.keys[0], own.values[0], scale)
+        total = self.combined(total, fold(out, len(queries))[None], lse.reshape(1, len(queries), -1))
+        return self.add(total, queries, before, scale) if view.shared else total
+
     def combined(self, total: Total | None, outs: Tensor, lses: Tensor) -> Total:
         """Adds what `parts` returns to a sum."""
         found: Total = self.operators.combine(outs, lses, *(total or (None, None)))
@@ -286,8 +296,15 @@ class NativeCpuBackend(TorchCpuBackend):
         view: TailView,
     ) -> Total:
         if self._kernel.supports(queries, tail):
-            return self._kernel.attend_tail(queries, tail, scale, mask, view, self.threads, total)
+            return self._kernel.attend_tail(queries, tail, scale, view, self.threads, total)
         return super().add_tail(total, queries, tail, scale, mask, view)
+
+    def add_prompt(
+        self, total: Total | None, queries: Tensor, tail: PlainPages, scale: float, view: TailView
+    ) -> Total:
+        if self._kernel.supports(queries, tail):
+            return self._kernel.attend_tail(queries, tail, scale, view, self.threads, total)
+        return super().add_prompt(total, queries, tail, scale, view)
 
     def add_with_mass(
         self,

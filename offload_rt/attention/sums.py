@@ -79,6 +79,10 @@ class AttentionSum:
         """Adds attention over a tail; see `AttentionBackend.add_tail`."""
         self._total = self._backend.add_tail(self._total, self._queries, tail, self._scale, mask, view)
 
+    def attend_prompt(self, tail: PlainPages, view: TailView) -> None:
+        """Adds attention over a tail for many queries in order; see `AttentionBackend.add_prompt`."""
+        self._total = self._backend.add_prompt(self._total, self._queries, tail, self._scale, view)
+
     def attend_quantized(self, layer: QuantizedLayer, count: Tensor | None = None) -> None:
         """Adds attention over the first `count` tokens of quantised keys and values; None: all of them."""
         self._total = self._backend.add_quantized(self._total, self._queries, layer, self._scale, count)

@@ -52,6 +52,8 @@ class FullCache:
         paged: the model has layers whose KV is in the store; else the store only counts tokens.
         resident: the tier of the first tokens.
         tail: the newest tokens.
+        tail_first: the tail is attended first, as a GPU waits for the stream meanwhile. On a CPU it comes last,
+            as in the sequence.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class FullCache:
         self.paged = bool(kinds.full) or not kinds.local
         self.tail = Tail(layout, transfer.link.device)
         self.device = self.tail.buffer.memory.device
+        self.tail_first = self.device.type == "cuda"
         self._points = RewindPoints(self.local, self.device)
         self.resident = ResidentTier(transfer, resident_tokens, packed=packed)
         self._streamed = StreamedTier(transfer)
@@ -84,7 +87,7 @@ class FullCache:
         # Of the pass:
         self._new: NewTokens | None = None
         self._tail_attention: BufferAttention | None = None
-        self._tail_view = TailView(layout.page_size)
+        self._tail_view = TailView(layout.page_size, 0)
         self._ranges: list[TierRange] | None = None
         self._next_ranges: list[TierRange] | None = None  # of the next pass, which is open too
         self._queries: list[Tensor] = []  # layer by layer
@@ -165,15 +168,13 @@ class FullCache:
         self._show_remote_segments(layer)
         total = AttentionSum(self.backend, queries, len(keys), softmax.scale, self._mass_chunk)
         tail = *self._tail_attention.put(layer, queries, keys, values), self._tail_view
-        # A GPU attends to the tail while it waits for the stream. On a CPU it comes last, as in the sequence.
-        tail_first = self.device.type == "cuda"
-        if tail_first:
+        if self.tail_first:
             total.attend_tail(*tail)
         if self._followers:
             self._on_segment(layer, self.tail.start, [self.tail.committed(layer)])
         for (tier, start, stop), one in zip(self._ranges, started, strict=True):
             tier.add_to(total, layer, start, stop, one, self._on_segment)
-        if not tail_first:
+        if not self.tail_first:
             total.attend_tail(*tail)
         self._unreported = layer, total
         if not self._ranges[-1].tier.remote or layer == self.layout.layers - 1:

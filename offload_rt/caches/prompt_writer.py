@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cpu_kv import CopyFailed, KVPages, LayerStream, PlainPages
 from offload_rt.caches.full import FullCache
+from offload_rt.kernels.tail import TailView
 
 
 class PromptWriter:
@@ -52,31 +53,41 @@ class PromptWriter:
         shape = 2, layout.kv_heads, self._end - self._tail_start, layout.head_dim
         self._kv = torch.empty(shape, dtype=layout.dtype, device=cache.device)
 
-    def put(self, layer: int, keys: Tensor, values: Tensor) -> Iterable[KVPages]:
+    def put(
+        self, layer: int, keys: Tensor, values: Tensor
+    ) -> tuple[Iterable[KVPages], PlainPages, TailView]:
         """Writes the next tokens of a layer, `[kv_heads, tokens, head_dim]`.
 
         Returns:
-            The tokens of the layer before them, in order. Each segment is valid until the next one. Behind
+            The full pages of the layer before them, in order; then the tokens behind these, with the new ones
+            last, and how the new ones see them. Each segment of pages is valid until the next one. Behind
             tokens that were present on a GPU, a layer is put at once, as its stream passes by once.
         """
         if layer != self._layer:
             self._layer, self._computed_end, self._written_end = layer, self._start, self._tail_start
-        cache, start = self._cache, self._computed_end
+        cache, start, page = self._cache, self._computed_end, self._cache.layout.page_size
         self._computed_end += keys.shape[1]
+        paged = start // page * page
+        view = TailView(page, keys.shape[1], start - paged)
         if cache.transfer.link.in_place:
-            before = cache.sequence.views(layer, 0, start)
+            earlier = cache.sequence.views(layer, 0, paged)
+            tail = PlainPages.one(keys, values)
+            for begun in cache.sequence.views(layer, paged, start):  # one page at most
+                tail = tail.behind(begun.plain())
             cache.sequence.append(layer, keys, values)
-            return before
+            return earlier, tail, view
         if start == self._start:
             cache.tail.committed(layer).copy_to(*self._kv[:, :, : start - self._tail_start])
         new = self._kv[:, :, start - self._tail_start : self._computed_end - self._tail_start]
         new[0], new[1] = keys, values
         self._write(layer)
-        near = PlainPages.one(*self._kv).span(0, start - self._tail_start)
+        split = paged - self._tail_start
+        near = [PlainPages.paged(*self._kv[:, :, :split], page)] if split else []
+        tail = PlainPages.one(*self._kv[:, :, split : self._computed_end - self._tail_start])
         if self._earlier is None:
-            return near
+            return near, tail, view
         resident = cache.resident.segments(layer, 0, self._earlier.start)
-        return chain(resident, self._earlier.segments(layer), near)
+        return chain(resident, self._earlier.segments(layer), near), tail, view
 
     def _write(self, layer: int) -> None:
         """Writes the pages that are full, and with the layer's last token the one that is not."""

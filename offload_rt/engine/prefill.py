@@ -131,11 +131,14 @@ class PromptAttention:
             newest = torch.cat([self.last_queries, newest], dim=1)
         # Copied: a view would keep the whole chunk's projections alive.
         self.last_queries = newest[:, -LAST_QUERIES:].clone()
-        earlier = self._writer.put(layer, keys, values)
+        earlier, tail, view = self._writer.put(layer, keys, values)
         if self._kv_alone:
             return torch.zeros_like(queries)
         total = AttentionSum(cache.backend, queries, len(keys), softmax.scale)
-        total.add(*cache.backend.causal(queries, keys, values, softmax.scale))
+        if cache.tail_first:
+            total.attend_prompt(tail, view)
         for segment in earlier:
             total.attend(segment)
+        if not cache.tail_first:
+            total.attend_prompt(tail, view)
         return total.result(softmax.sinks)

@@ -1,4 +1,7 @@
-"""Calls of the dense parts of a decoder layer in the native library (`layer.h`), for a few tokens on a CPU.
+"""Calls of the dense parts of a decoder layer in the native library (`layer.h`), on a CPU.
+
+A row of a product is the same whatever the others are. torch's products are no faster, but those of many rows
+of float32 with AVX-512, which take 0.7 of the time.
 
 The weights stay where they are: the structures point to a model's own.
 """
@@ -15,11 +18,6 @@ from torch import Tensor, nn
 
 from cpu_kv.sizes import dtype_name
 from offload_rt.kernels.native import Kernel, load_kernel
-
-MOST_ROWS = 256
-"""Most tokens of a pass that is computed here, as many as large drafts have. A row of a product is the same
-whatever the others are. torch's products are no faster, but those of float32 with AVX-512: they take 0.9 of
-the time for 64 rows and 0.7 for 256."""
 
 _BYTES_PER_THREAD = 2**18  # of weights: with fewer, waking a thread takes longer than its share
 
@@ -58,7 +56,7 @@ class _LayerCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("hidden", "cosines", "sines", "queries", "keys", "values")),
         ("attended", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("head_stride", "row_stride")),
-        *((name, ctypes.c_void_p) for name in ("result", "scratch")),
+        ("result", ctypes.c_void_p),
     ]
 
 
@@ -69,7 +67,7 @@ class _ProductCall(ctypes.Structure):
         ("norm", _Norm),
         ("matrix", _Matrix),
         *((name, ctypes.c_int64) for name in ("rows", "threads", "input_stride")),
-        *((name, ctypes.c_void_p) for name in ("input", "result", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("input", "result")),
     ]
 
 
@@ -154,8 +152,6 @@ class NativeLayer:
         self._address = ctypes.addressof(self._layer)
         self._heads = weights.query.out_features // weights.head_dim
         self._kv_heads = weights.key.out_features // weights.head_dim
-        width, hidden = weights.output.in_features, weights.query.in_features
-        self._scratch = width + 2 * hidden + weights.gate.out_features
         self._bytes = sum(linear.weight.nbytes for linear in linears)
 
     def attention_inputs(
@@ -170,10 +166,8 @@ class NativeLayer:
         rows, dim = hidden.shape[1], self._weights.head_dim
         queries = hidden.new_empty(self._heads, rows, dim)
         keys, values = hidden.new_empty(2, self._kv_heads, rows, dim)
-        scratch = torch.empty_like(hidden)
         tensors = (hidden, cosines, sines, queries, keys, values)
         call = _LayerCall(self._address, rows, self._threads(), *(one.data_ptr() for one in tensors))
-        call.scratch = scratch.data_ptr()
         self._entries.attention_inputs(ctypes.byref(call))
         return queries, keys, values
 
@@ -186,10 +180,10 @@ class NativeLayer:
         """
         rows = hidden.shape[1]
         attended = attended if attended.stride(2) == 1 else attended.contiguous()
-        result, scratch = torch.empty_like(hidden), hidden.new_empty(rows * self._scratch)
+        result = torch.empty_like(hidden)
         call = _LayerCall(self._address, rows, self._threads(), hidden.data_ptr())
         call.attended, call.head_stride, call.row_stride = attended.data_ptr(), *attended.stride()[:2]
-        call.result, call.scratch = result.data_ptr(), scratch.data_ptr()
+        call.result = result.data_ptr()
         self._entries.after_attention(ctypes.byref(call))
         return result
 
@@ -213,13 +207,10 @@ class NativeProduct:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Returns `[tokens, outputs]` of inputs `[tokens, width]`, whose rows are contiguous."""
-        rows, width = inputs.shape
-        result = inputs.new_empty(rows, self._linear.out_features)
-        scratch = inputs.new_empty(rows, width)
-        call = _ProductCall(
-            self._norm, self._matrix, rows, _threads(self._linear.weight.nbytes), inputs.stride(0)
-        )
-        call.input, call.result, call.scratch = inputs.data_ptr(), result.data_ptr(), scratch.data_ptr()
+        result = inputs.new_empty(len(inputs), self._linear.out_features)
+        threads = _threads(self._linear.weight.nbytes)
+        call = _ProductCall(self._norm, self._matrix, len(inputs), threads, inputs.stride(0))
+        call.input, call.result = inputs.data_ptr(), result.data_ptr()
         self._product(ctypes.byref(call))
         return result
 

@@ -125,6 +125,7 @@ def _call_over(name: str, pages: type[ctypes.Structure]) -> type[ctypes.Structur
         *((name, ctypes.c_void_p) for name in ("mask", "mass", "reference")),
         *((name, ctypes.c_int64) for name in ("heads", "count", "tokens", "dim")),
         *((name, ctypes.c_int64) for name in ("threads", "mass_stride", "chunk", "period", "step")),
+        *((name, ctypes.c_int64) for name in ("ordered", "shared")),
         ("scale", ctypes.c_float),
     ]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
@@ -273,7 +274,6 @@ class Kernel:
         queries: Tensor,
         tail: PlainPages,
         scale: float,
-        mask: Tensor | None,
         view: TailView,
         threads: int | None = None,
         before: tuple[Tensor, Tensor] | None = None,
@@ -283,22 +283,21 @@ class Kernel:
         A query's result is that of a pass in which it is the only one.
 
         Args:
-            queries: `[heads, group * query, dim]`, those of one head of a group behind each other.
-            mask: of the queries; not used where `view` has paths.
+            queries: `[heads, group * view.count, dim]`, those of one head of a group behind each other.
         """
         sides = _Pages.cut(tail.keys, view.page), _Pages.cut(tail.values, view.page)
         entry = self._entry[queries.dtype]
         if view.paths is not None and view.lengths is not None:
             tree = _PathCall(view.paths.data_ptr(), view.lengths.data_ptr(), len(view.paths), view.shared)
-            attend_paths, mask = self._attend_paths[queries.dtype], None
+            attend_paths, order = self._attend_paths[queries.dtype], (0, 0)
 
             def entry(call: Any) -> None:
                 attend_paths(call, ctypes.byref(tree))
 
             tokens = view.shared + view.paths.shape[1]
         else:
-            tokens = tail.tokens
-        return self._attend(entry, _Call, sides, tokens, queries, scale, mask, threads, before)
+            tokens, order = tail.tokens, (view.count, view.shared)
+        return self._attend(entry, _Call, sides, tokens, queries, scale, None, threads, before, order=order)
 
     def _attend(
         self,
@@ -315,12 +314,14 @@ class Kernel:
         reference: Tensor | None = None,
         period: int = 1,
         step: int = 1,
+        order: tuple[int, int] = (0, 0),
     ) -> tuple[Tensor, Tensor]:
         """Does `attend` by a function of the library.
 
         Args:
             entry: takes a `call`.
             sides: keys and values, of `tokens` tokens.
+            order: `ordered` and `shared` of `Call`.
         """
         heads, count, dim = queries.shape
         out = torch.empty(heads, count, dim, dtype=torch.float32)
@@ -353,6 +354,8 @@ class Kernel:
             chunk=1 if mass is None else tokens // mass.shape[2],
             period=period,
             step=step,
+            ordered=order[0],
+            shared=order[1],
             scale=scale,
         )
         entry(ctypes.byref(arguments))

@@ -13,6 +13,7 @@ class TailView:
 
     Attributes:
         page: tokens of a page of the store. The tail begins with a page.
+        count: number of queries.
         shared: number of committed tokens, which every query sees.
         paths: the rows behind these that each query sees, in the order of the sequence, `[queries, longest]`
             int32; None: each sees all up to itself.
@@ -20,6 +21,7 @@ class TailView:
     """
 
     page: int
+    count: int
     shared: int = 0
     paths: Tensor | None = None
     lengths: Tensor | None = None

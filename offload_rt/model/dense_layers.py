@@ -1,4 +1,4 @@
-"""Decoder layers whose dense parts run in the native library, for a few tokens on a CPU.
+"""Decoder layers whose dense parts run in the native library, on a CPU.
 
 A layer qualifies if its module's `forward` does exactly the operations of `_Reference`: attention with rotary
 positions and a gated MLP, each behind an RMS norm and added to its input. A comparison on a few tokens then
@@ -17,7 +17,6 @@ from torch.func import functional_call
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.layer_kinds import LayerKinds
 from offload_rt.kernels.dense import (
-    MOST_ROWS,
     LayerWeights,
     NativeLayer,
     NativeProduct,
@@ -35,7 +34,7 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 
 
 class DenseLayer:
-    """A decoder layer; more tokens than `MOST_ROWS`, and all while it has hooks, go through its module."""
+    """A decoder layer; while it has hooks, all goes through its module."""
 
     def __init__(self, block: Any, weights: LayerWeights) -> None:
         self._block = block
@@ -46,7 +45,7 @@ class DenseLayer:
 
     def __call__(self, hidden: Tensor, **arguments: Any) -> Any:
         """Returns what the module returns: hidden states, in some models in a tuple."""
-        if hidden.shape[1] > MOST_ROWS or any(self._hooks):
+        if any(self._hooks):
             return self._block(hidden, **arguments)
         hidden = hidden.contiguous()
         cosines, sines = arguments["position_embeddings"]
@@ -64,7 +63,7 @@ class DenseHead:
         self._hooks = [*_hooks(norm), *_hooks(head)]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if hidden.shape[1] > MOST_ROWS or any(self._hooks):
+        if any(self._hooks):
             logits: Tensor = self._head(self._norm(hidden))
             return logits
         return self._native(hidden[0])[None]

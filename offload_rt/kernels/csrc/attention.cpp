@@ -82,14 +82,15 @@ struct ChunkMass {
     int64_t filled, size;
 };
 
-// Masks the scores of one query over a block, and rescales the sums so far to the new peak.
+// Masks the scores of one query over a block, of which it sees `seen` tokens, and rescales the sums so far to the new
+// peak.
 template <typename Products>
-static inline void raise_peak(Scratch<Products>& s, int scored, int r, int block_tokens, int dim, const float* mask,
+static inline void raise_peak(Scratch<Products>& s, int scored, int r, int block_tokens, int seen, int dim, const float* mask,
                               const ChunkMass& mass) {
     float* row = &s.scores[scored * BLOCK];
     if (mask)
         for (int k = 0; k < block_tokens; ++k) row[k] += mask[k] * LOG2E;
-    for (int k = block_tokens; k % LANES; ++k) row[k] = -INFINITE;
+    for (int k = seen; k < block_tokens || k % LANES; ++k) row[k] = -INFINITE;
     Vec top = load(row);
     for (int k = LANES; k < block_tokens; k += LANES) top = larger(top, load(row + k));
     float peak = highest(top);
@@ -134,7 +135,8 @@ static inline void softmax_weights(Scratch<Products>& s, int scored, int r, int 
 // to which this call's is added, or null. `mass` [heads, sampled, tokens / chunk] or null, whose rows are `mass_stride`
 // apart, receives for each chunk the sum of exp(score - reference) of sampled queries; `reference` null: relative to
 // the log-sum-exp of the result. A chunk is a power of two, at most BLOCK, and lies within a page. Of every `period`
-// queries each `step`th one is sampled, counted back from the last. `Side` is how keys and values are stored.
+// queries each `step`th one is sampled, counted back from the last. Query r of every `ordered` ones sees the first
+// `shared` + r + 1 tokens; `ordered` 0: each sees all. `Side` is how keys and values are stored.
 template <typename Side> struct Call {
     using T = typename Side::Entry;
     Pages<T> queries;
@@ -146,8 +148,11 @@ template <typename Side> struct Call {
     const float* mask;
     float* mass;
     const double* reference;
-    int64_t heads, count, tokens, dim, threads, mass_stride, chunk, period, step;
+    int64_t heads, count, tokens, dim, threads, mass_stride, chunk, period, step, ordered, shared;
     float scale;
+
+    // The number of tokens that query `row` of a head sees.
+    int64_t seen_by(int64_t row) const { return ordered ? shared + row % ordered + 1 : tokens; }
 
     // The address of the mass of query `row`, counted over all heads, from `token` on; null if it is not sampled.
     float* chunk_mass_at(int64_t row, int64_t token) const {
@@ -282,8 +287,10 @@ static void attend_task(const Call<Side>& call, const Task& task, Scratch<Produc
     for (int64_t h = 0; h < heads; ++h)
         s.products.set_queries(int(h) * count, call.queries.at(task.head + h, task.row), call.queries.row_stride,
                                count, call.scale);
-    for (int64_t unit = task.first; unit < task.last; ++unit) {
-        const int64_t start = call.start_of(unit), end = call.start_of(unit + 1);
+    int64_t seen = 0;
+    for (int r = 0; r < count; ++r) seen = std::max(seen, call.seen_by(task.row + r));
+    for (int64_t unit = task.first; unit < task.last && call.start_of(unit) < seen; ++unit) {
+        const int64_t start = call.start_of(unit), end = std::min(seen, call.start_of(unit + 1));
         std::fill_n(&s.sums[0], rows * dim, 0.0f);
         std::fill_n(&s.peak[0], rows, -INFINITE);
         std::fill_n(&s.denominator[0], rows * LANES, 0.0f);
@@ -304,7 +311,7 @@ static void attend_task(const Call<Side>& call, const Task& task, Scratch<Produc
                                      call.chunk};
                 };
                 for (int r = 0; r < count; ++r)
-                    raise_peak(s, r, base + r, block_tokens, dim,
+                    raise_peak(s, r, base + r, block_tokens, int(std::clamp<int64_t>(call.seen_by(task.row + r) - at, 0, block_tokens)), dim,
                                call.mask ? call.mask + (task.row + r) * call.tokens + at : nullptr, mass(r));
                 for (int r = 0; r < count; ++r) softmax_weights(s, r, base + r, block_tokens, mass(r));
                 const auto values = call.values.block(head, at, block_tokens, &s.entries[0]);

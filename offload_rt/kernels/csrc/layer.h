@@ -25,7 +25,7 @@ template <typename T> struct Layer {
 };
 
 // A call for `rows` tokens (`_LayerCall`). Contiguous: `hidden`, `result` [rows][hidden], `cosines`, `sines`
-// [rows][head_dim], `queries`, `keys`, `values` [heads][rows][head_dim], `scratch` of the caller.
+// [rows][head_dim], `queries`, `keys`, `values` [heads][rows][head_dim].
 template <typename T> struct LayerCall {
     const Layer<T>* layer;
     int64_t rows, threads;
@@ -33,7 +33,7 @@ template <typename T> struct LayerCall {
     T *queries, *keys, *values;
     const T* attended;
     int64_t head_stride, row_stride;  // of `attended`, [heads][rows][head_dim]
-    T *result, *scratch;
+    T* result;
 };
 
 // A product of `rows` inputs with a matrix behind a norm (`_ProductCall`); `result` [rows][outs].
@@ -42,7 +42,7 @@ template <typename T> struct ProductCall {
     Matrix<T> matrix;
     int64_t rows, threads, input_stride;
     const T* input;
-    T *result, *scratch;
+    T* result;
 };
 
 // Divides a row by its root mean square, and multiplies by the weight of the norm; rounds between, as transformers.
@@ -70,11 +70,13 @@ template <typename T> static void set_inputs(const Norm<T>& norm, const T* from,
     }
 }
 
-// Norms and rotates heads of queries or keys [rows][dim], of which each thread has one at a time.
+// Norms and rotates heads of queries or keys [rows][dim], of which each thread has one at a time, to `to` [rows][dim].
 template <typename T>
-static void store_head(const LayerCall<T>& call, const Norm<T>& norm, bool rotated, const float* head, float* scratch, T* to) {
+static void store_head(const LayerCall<T>& call, int64_t first, int64_t rows, const Norm<T>& norm, bool rotated, const float* head,
+                       float* scratch, T* to) {
     const int64_t dim = call.layer->head_dim, half = dim / 2;
-    for (int64_t r = 0; r < call.rows; ++r) {
+    const T *cosines = call.cosines + first * dim, *sines = call.sines + first * dim;
+    for (int64_t r = 0; r < rows; ++r) {
         const float* x = head + r * dim;
         if (norm.weight) {
             normalize(norm, x, dim, to + r * dim);
@@ -83,24 +85,25 @@ static void store_head(const LayerCall<T>& call, const Norm<T>& norm, bool rotat
         }
         for (int64_t d = 0; d < dim; ++d) {
             const float other = d < half ? -x[d + half] : x[d - half];
-            const float turned = rotated ? x[d] * widen(call.cosines[r * dim + d]) + other * widen(call.sines[r * dim + d]) : x[d];
+            const float turned = rotated ? x[d] * widen(cosines[r * dim + d]) + other * widen(sines[r * dim + d]) : x[d];
             narrow(turned, to + r * dim + d);
         }
     }
 }
 
-// Computes queries, keys and values of a layer. `scratch` [rows][hidden].
-template <typename T> static void attention_inputs(const LayerCall<T>& call) {
+// Computes queries, keys and values of a layer for tokens first .. first + rows.
+template <typename T> static void attention_inputs(const LayerCall<T>& call, int64_t first, int64_t rows) {
     const Layer<T>& layer = *call.layer;
-    const int64_t rows = call.rows, dim = layer.head_dim, hidden = layer.query.ins;
+    const int64_t dim = layer.head_dim, hidden = layer.query.ins;
     const int64_t heads = layer.query.outs / dim, kv_heads = layer.key.outs / dim;
-    const Inputs<T> inputs{call.scratch, rows, hidden};
+    Buffer<T> memory(rows * hidden);
+    const Inputs<T> inputs{&memory[0], rows, hidden};
 #pragma omp parallel num_threads(int(call.threads)) if (call.threads > 1)
     {
         Buffer<float> out(size_t(rows) * OUTPUTS), head(size_t(rows) * dim), normed(dim);
         Buffer<T> row(hidden);
         Multiplier<T> multiply;
-        set_inputs(layer.attention_norm, call.hidden, hidden, inputs, &row[0]);
+        set_inputs(layer.attention_norm, call.hidden + first * hidden, hidden, inputs, &row[0]);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t number = 0; number < heads + 2 * kv_heads; ++number) {
             const bool queries = number < heads, keys = !queries && number < heads + kv_heads;
@@ -113,7 +116,7 @@ template <typename T> static void attention_inputs(const LayerCall<T>& call) {
             }
             T* to = queries ? call.queries : keys ? call.keys : call.values;
             const Norm<T> norm = queries ? layer.query_norm : keys ? layer.key_norm : Norm<T>{};
-            store_head(call, norm, queries || keys, &head[0], &normed[0], to + at * rows * dim);
+            store_head(call, first, rows, norm, queries || keys, &head[0], &normed[0], to + (at * call.rows + first) * dim);
         }
     }
 }
@@ -141,13 +144,15 @@ static void add_product(Multiplier<T>& multiply, const Inputs<T>& inputs, const 
     }
 }
 
-// Computes what follows attention in a layer. `scratch` [rows][heads * head_dim + 2 * hidden + intermediate].
-template <typename T> static void after_attention(const LayerCall<T>& call) {
+// Computes what follows attention in a layer for tokens first .. first + rows.
+template <typename T> static void after_attention(const LayerCall<T>& call, int64_t first, int64_t rows) {
     const Layer<T>& layer = *call.layer;
-    const int64_t rows = call.rows, dim = layer.head_dim, hidden = layer.query.ins, wide = layer.gate.outs;
-    const Inputs<T> attended{call.scratch, rows, layer.output.ins};
+    const int64_t dim = layer.head_dim, hidden = layer.query.ins, wide = layer.gate.outs;
+    Buffer<T> memory(rows * (layer.output.ins + 2 * hidden + wide));
+    const Inputs<T> attended{&memory[0], rows, layer.output.ins};
     T* summed = attended.data + rows * attended.width;
     const Inputs<T> normed{summed + rows * hidden, rows, hidden}, gated{normed.data + rows * hidden, rows, wide};
+    const T *from = call.attended + first * call.row_stride, *residual = call.hidden + first * hidden;
 #pragma omp parallel num_threads(int(call.threads)) if (call.threads > 1)
     {
         Buffer<float> out(size_t(rows) * OUTPUTS), up(size_t(rows) * OUTPUTS);
@@ -156,53 +161,60 @@ template <typename T> static void after_attention(const LayerCall<T>& call) {
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; ++r)
             for (int64_t h = 0; h < layer.output.ins / dim; ++h)
-                attended.set(r, h * dim, call.attended + h * call.head_stride + r * call.row_stride, dim);
-        add_product(multiply, attended, layer.output, call.hidden, summed, &out[0]);
+                attended.set(r, h * dim, from + h * call.head_stride + r * call.row_stride, dim);
+        add_product(multiply, attended, layer.output, residual, summed, &out[0]);
         set_inputs(layer.mlp_norm, summed, hidden, normed, &row[0]);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t first = 0; first < wide; first += OUTPUTS) {
-            const int count = int(std::min<int64_t>(OUTPUTS, wide - first));
-            multiply(normed, layer.gate, first, count, &out[0]);
-            multiply(normed, layer.up, first, count, &up[0]);
+        for (int64_t output = 0; output < wide; output += OUTPUTS) {
+            const int count = int(std::min<int64_t>(OUTPUTS, wide - output));
+            multiply(normed, layer.gate, output, count, &out[0]);
+            multiply(normed, layer.up, output, count, &up[0]);
             for (int64_t r = 0; r < rows; ++r) {
                 for (int k = 0; k < OUTPUTS; k += LANES)
                     store(&out[r * OUTPUTS + k], sigmoid_times(load(&out[r * OUTPUTS + k])) * load(&up[r * OUTPUTS + k]));
                 for (int k = 0; k < count; ++k) narrow(out[r * OUTPUTS + k], &row[k]);
-                gated.set(r, first, &row[0], count);
+                gated.set(r, output, &row[0], count);
             }
         }
-        add_product(multiply, gated, layer.down, summed, call.result, &out[0]);
+        add_product(multiply, gated, layer.down, summed, call.result + first * hidden, &out[0]);
     }
 }
 
-// Computes a product behind a norm. `scratch` [rows][ins].
-template <typename T> static void product(const ProductCall<T>& call) {
+// Computes a product behind a norm for rows first .. first + rows.
+template <typename T> static void product(const ProductCall<T>& call, int64_t first, int64_t rows) {
     const Matrix<T>& matrix = call.matrix;
-    const Inputs<T> inputs{call.scratch, call.rows, matrix.ins};
+    Buffer<T> memory(rows * matrix.ins);
+    const Inputs<T> inputs{&memory[0], rows, matrix.ins};
+    T* result = call.result + first * matrix.outs;
 #pragma omp parallel num_threads(int(call.threads)) if (call.threads > 1)
     {
-        Buffer<float> out(size_t(call.rows) * OUTPUTS);
+        Buffer<float> out(size_t(rows) * OUTPUTS);
         Buffer<T> row(matrix.ins);
         Multiplier<T> multiply;
-        set_inputs(call.norm, call.input, call.input_stride, inputs, &row[0]);
+        set_inputs(call.norm, call.input + first * call.input_stride, call.input_stride, inputs, &row[0]);
 #pragma omp for schedule(dynamic, 4)
-        for (int64_t first = 0; first < matrix.outs; first += OUTPUTS) {
-            const int count = int(std::min<int64_t>(OUTPUTS, matrix.outs - first));
-            multiply(inputs, matrix, first, count, &out[0]);
-            for (int64_t r = 0; r < call.rows; ++r)
-                for (int k = 0; k < count; ++k) narrow(out[r * OUTPUTS + k], call.result + r * matrix.outs + first + k);
+        for (int64_t output = 0; output < matrix.outs; output += OUTPUTS) {
+            const int count = int(std::min<int64_t>(OUTPUTS, matrix.outs - output));
+            multiply(inputs, matrix, output, count, &out[0]);
+            for (int64_t r = 0; r < rows; ++r)
+                for (int k = 0; k < count; ++k) narrow(out[r * OUTPUTS + k], result + r * matrix.outs + output + k);
         }
     }
+}
+
+// Computes a call for some of its rows at a time.
+template <typename Call> static void in_portions(const Call& call, void (*compute)(const Call&, int64_t, int64_t)) {
+    for (int64_t first = 0; first < call.rows; first += MOST_ROWS) compute(call, first, std::min(MOST_ROWS, call.rows - first));
 }
 
 extern "C" {
 
-void offload_rt_attention_inputs_float32(const LayerCall<float>* call) { attention_inputs(*call); }
-void offload_rt_attention_inputs_bfloat16(const LayerCall<BFloat16>* call) { attention_inputs(*call); }
-void offload_rt_after_attention_float32(const LayerCall<float>* call) { after_attention(*call); }
-void offload_rt_after_attention_bfloat16(const LayerCall<BFloat16>* call) { after_attention(*call); }
-void offload_rt_product_float32(const ProductCall<float>* call) { product(*call); }
-void offload_rt_product_bfloat16(const ProductCall<BFloat16>* call) { product(*call); }
+void offload_rt_attention_inputs_float32(const LayerCall<float>* call) { in_portions(*call, attention_inputs); }
+void offload_rt_attention_inputs_bfloat16(const LayerCall<BFloat16>* call) { in_portions(*call, attention_inputs); }
+void offload_rt_after_attention_float32(const LayerCall<float>* call) { in_portions(*call, after_attention); }
+void offload_rt_after_attention_bfloat16(const LayerCall<BFloat16>* call) { in_portions(*call, after_attention); }
+void offload_rt_product_float32(const ProductCall<float>* call) { in_portions(*call, product); }
+void offload_rt_product_bfloat16(const ProductCall<BFloat16>* call) { in_portions(*call, product); }
 
 // Entries that the width of a product's inputs must be a multiple of.
 int64_t offload_rt_product_step_float32() { return Inputs<float>::STEP; }

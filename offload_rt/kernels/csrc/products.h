@@ -14,7 +14,8 @@
 #include "vectors.h"
 #include "widened.h"
 
-constexpr int OUTPUTS = 32;  // of a product that a thread computes at a time
+constexpr int OUTPUTS = 32;         // of a product that a thread computes at a time
+constexpr int64_t MOST_ROWS = 256;  // of inputs at a time, so that they stay in the second cache
 
 // Rows of weights [outs][ins], `stride` entries apart, and a bias [outs] or null (`_Matrix` in dense.py).
 template <typename T> struct Matrix {
