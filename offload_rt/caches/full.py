@@ -52,8 +52,8 @@ class FullCache:
         paged: the model has layers whose KV is in the store; else the store only counts tokens.
         resident: the tier of the first tokens.
         tail: the newest tokens.
-        tail_first: the tail is attended first, as a GPU waits for the stream meanwhile. On a CPU it comes last,
-            as in the sequence.
+        tail_first: the tail is attended first, as a GPU waits for the stream meanwhile. On a CPU it comes
+            last, as in the sequence.
     """
 
     def __init__(

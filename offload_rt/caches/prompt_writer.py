@@ -53,9 +53,7 @@ class PromptWriter:
         shape = 2, layout.kv_heads, self._end - self._tail_start, layout.head_dim
         self._kv = torch.empty(shape, dtype=layout.dtype, device=cache.device)
 
-    def put(
-        self, layer: int, keys: Tensor, values: Tensor
-    ) -> tuple[Iterable[KVPages], PlainPages, TailView]:
+    def put(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Iterable[KVPages], PlainPages, TailView]:
         """Writes the next tokens of a layer, `[kv_heads, tokens, head_dim]`.
 
         Returns:
@@ -82,7 +80,7 @@ class PromptWriter:
         new[0], new[1] = keys, values
         self._write(layer)
         split = paged - self._tail_start
-        near = [PlainPages.paged(*self._kv[:, :, :split], page)] if split else []
+        near = [PlainPages.paged(self._kv[0, :, :split], self._kv[1, :, :split], page)] if split else []
         tail = PlainPages.one(*self._kv[:, :, split : self._computed_end - self._tail_start])
         if self._earlier is None:
             return near, tail, view

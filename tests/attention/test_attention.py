@@ -38,6 +38,7 @@ from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.new_tokens import NewTokens, sees_entries
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.kernels import operators
+from offload_rt.kernels.tail import TailView
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.system.openmp import WAIT_POLICY, wait_passively
 
@@ -230,6 +231,31 @@ def test_pieces_cut_anywhere_merge_to_the_whole(
     assert_close(merge(parts[::-1], backend), factor * q, k, v, mask, whole[0])
     keys, values = k[:, history:], v[:, history:]
     assert_close(backend.causal(q, keys, values, scale), factor * q, keys, values, causal_mask(queries, q))
+
+
+@BACKENDS
+@HEADS
+@pytest.mark.parametrize(("shared", "queries", "page"), [(0, 1, 16), (0, 70, 16), (5, 70, 16), (37, 300, 64)])
+def test_a_prompt_sees_what_is_before_it(
+    made: Made,
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: int,
+    kv_heads: int,
+    shared: int,
+    queries: int,
+    page: int,
+) -> None:
+    """Tokens in order over full pages, and over a tail of `shared` tokens and themselves."""
+    backend, before = ready(made), 4 * page
+    q, k, v = random_parts(heads, kv_heads, queries, before + shared + queries, dtype, device, seed=queries)
+    pages = PlainPages.paged(k[:, :before], v[:, :before], page)
+    total = AttentionSum(backend, q, kv_heads, SCALE)
+    total.attend(pages)
+    total.attend_prompt(PlainPages.one(k[:, before:], v[:, before:]), TailView(page, queries, shared))
+    assert total.lse is not None
+    mask = torch.nn.functional.pad(causal_mask(queries, q), (before + shared, 0))
+    assert_close((total.result(), unfold(total.lse, heads)), q, k, v, mask)
 
 
 @BACKENDS

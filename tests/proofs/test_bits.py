@@ -1,7 +1,8 @@
 """Not a bit of what the target computes of a text depends on drafts, trees, batches, drafting ahead, threads.
 
 The log probabilities and the KV of every token are those of plain decoding, to the last bit, in float32 and
-in bfloat16: on a CPU, for models whose dense layers run in the native library.
+in bfloat16, and the KV that of reading the text in one go: on a CPU, for models whose dense layers run in the
+native library.
 """
 
 from __future__ import annotations
@@ -155,12 +156,13 @@ STEPS = st.tuples(st.sampled_from(["generate", "rewind", "append", "fork", "save
     shape=st.sampled_from(["chain", "tree:2,2", "grown:12"]),
     link=st.sampled_from(list(LINKS)),
     code=st.sampled_from(["raw", "auto"]),
+    chunk=st.sampled_from([1, 7, 32, 2048]),
     steps=st.lists(STEPS, min_size=3, max_size=7),
 )
 def test_a_program_changes_no_bit(
-    name: str, levels: str, shape: str, link: str, code: str, steps: list[tuple[str, int]]
+    name: str, levels: str, shape: str, link: str, code: str, chunk: int, steps: list[tuple[str, int]]
 ) -> None:
-    """What is done with a context between the texts that it writes, alike with drafts and without."""
+    """What is done with a context between the texts that it writes; it could be read in one go, too."""
 
     def run(config: str, overrides: Mapping[str, object]) -> tuple[list[GenerationResult], list[int], Tensor]:
         with (
@@ -187,3 +189,6 @@ def test_a_program_changes_no_bit(
     assert drafted[1] == plain[1]
     assert [result.logprobs for result in drafted[0]] == [result.logprobs for result in plain[0]]
     assert torch.equal(drafted[2], plain[2])
+    with open_llm(name, "plain", {"prefill.chunk": chunk}) as llm:
+        read = llm.read(plain[1])
+        assert torch.equal(kv_of(read, len(plain[1]) - 1), plain[2])
