@@ -120,6 +120,10 @@ says it. The prompt crosses every position that a config names (original context
 *All layers full* is an architecture that is refused with the layers that its config class has by
 default, with full attention in every layer: a checkpoint runs if its own config says so.
 
+*On a CPU* says what drafts, batches and caches leave as it is, as a result's `exactness` does: every bit of
+plain decoding (*bits*; in float32 and bfloat16, with the native library), or all but the rounding of near
+ties (*distribution*). On a GPU it is the distribution.
+
 What a layer keeps of a sequence is read from its config and modules. The KV of *full* attention is paged in
 CPU memory. The others stay on the device, as they are small:
 
@@ -161,11 +165,13 @@ class Row:
         name: its class; with *all layers full* where they are not by default.
         result: `EQUAL`, or why not.
         layers: their kinds, where it runs.
+        exactness: of float32 on a CPU, where it runs; see `GenerationResult.exactness`.
     """
 
     name: str
     result: str
     layers: str = ""
+    exactness: str = ""
 
 
 def main() -> None:
@@ -282,7 +288,7 @@ def _run(name: str, config: PretrainedConfig) -> Row:
         overrides = _OVERRIDES if layer_kinds(model).full else _OVERRIDES | {"speculation.levels": ["lookup"]}
         with LLM.from_models(model, config="lookup", overrides=overrides) as llm:
             params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-            tokens = llm.generate(PROMPT, params).tokens
+            written = llm.generate(PROMPT, params)
     except UsageError as refused:
         return Row(name, _reason(refused))
     ids = torch.tensor([PROMPT])
@@ -290,8 +296,8 @@ def _run(name: str, config: PretrainedConfig) -> Row:
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
         )
-    result = EQUAL if out[0, len(PROMPT) :].tolist() == tokens else "TOKENS DIFFER"
-    return Row(name, result, _described(layer_kinds(model)))
+    result = EQUAL if out[0, len(PROMPT) :].tolist() == written.tokens else "TOKENS DIFFER"
+    return Row(name, result, _described(layer_kinds(model)), written.exactness)
 
 
 def _described(kinds: LayerKinds) -> str:
@@ -318,9 +324,9 @@ def page(rows: list[Row]) -> str:
     }
     sections = ""
     for heading, part in parts.items():
-        titles = ["architecture", "result", "layers"][: 3 if heading == "run" else 2]
+        titles = ["architecture", "result", "layers", "on a CPU"][: 4 if heading == "run" else 2]
         lines = [titles, ["---"] * len(titles)]
-        lines += [[row.name, row.result, row.layers][: len(titles)] for row in part]
+        lines += [[row.name, row.result, row.layers, row.exactness][: len(titles)] for row in part]
         table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
         sections += f"\n## {len(part)} {heading}\n\n{table}"
     return _PAGE.format(version=transformers.__version__, sections=sections)

@@ -125,6 +125,10 @@ class AttentionBackend(ABC):
         total = self.combined(total, fold(out, len(queries))[None], lse.reshape(1, len(queries), -1))
         return self.add(total, queries, before, scale) if view.shared else total
 
+    def by_query(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Returns whether a query's result depends on nothing but the keys that it sees, and their order."""
+        return False
+
     def combined(self, total: Total | None, outs: Tensor, lses: Tensor) -> Total:
         """Adds what `parts` returns to a sum."""
         found: Total = self.operators.combine(outs, lses, *(total or (None, None)))
@@ -273,6 +277,9 @@ class NativeCpuBackend(TorchCpuBackend):
     def __init__(self, kernel: Kernel, threads: int | None = None) -> None:
         super().__init__(threads)
         self._kernel = kernel
+
+    def by_query(self, dtype: torch.dtype, head_dim: int) -> bool:
+        return self._kernel.supports_rows(dtype, head_dim)
 
     def add(
         self,

@@ -165,6 +165,7 @@ class OutputProcessor:
             kv_bytes, kv_reserved_bytes = engine.store.used_bytes, engine.store.reserved_bytes
         thoughts, answer = split(self._stream.text, self.splitter())
         counters, on_gpu = sequence.counters, target.device.type == "cuda"
+        differs_by = sequence.differs_by
         return GenerationResult(
             model=target.name,
             draft=None if draft is None else draft.name,
@@ -206,4 +207,6 @@ class OutputProcessor:
             notices=notices,
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
             logprobs=None if params.logprobs is None else self._logprobs,
+            exactness="bits" if differs_by is None else "distribution",
+            exactness_reason=differs_by or "",
         )

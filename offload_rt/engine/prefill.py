@@ -36,7 +36,8 @@ def prefill(
     """Computes the KV of tokens behind those of a cache; derived caches are filled by `build_derived`.
 
     Behind others, `chunk` tokens at a time go through all layers: the earlier KV crosses the link once for
-    all of them, and a GPU attends to it about as long as that takes.
+    all of them, and a GPU attends to it about as long as that takes. They begin at multiples of `chunk`, and
+    are computed alike whatever was read together.
 
     Args:
         tokens: without the sequence's last token, whose pass is the first verification.
@@ -56,10 +57,10 @@ def prefill(
     # A sequence with local layers returns only to lengths at which a portion ended: with another end, such a
     # prompt is not prefilled again from its beginning.
     alone = LAST_PORTION if model.kinds.local and not outputs and end > 2 * LAST_PORTION else 0
-    # An empty cache takes all tokens layer by layer, so that no KV comes back over the link.
-    portion = chunk if cache.verified_length else end
-    layers, hidden = model.layers, None
-    starts = [*range(0, end - alone, portion), *range(end - alone, end, chunk)]
+    first, layers, hidden = cache.verified_length, model.layers, None
+    starts = [0, *range(end - alone, end, chunk)] if alone else [0]
+    if first:  # an empty cache takes all tokens layer by layer, so that no KV comes back over the link
+        starts = sorted({*starts, *range(chunk - first % chunk, end - alone, chunk)})
     for start, stop in pairwise([*starts, end]):
 
         def report(token_layers: int, before: int = start * layers) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["length", "eos", "stop", "interrupted", "error"]
+Exactness = Literal["bits", "distribution"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ class GenerationResult:
         plain_tokens: number of tokens decoded without drafts because speculation was slower.
         error: why the text ended, where `finish_reason` is "error".
         logprobs: log probability of each token, see `TokenEvent`; None where they were not asked for.
+        exactness: what drafts, batches and caches leave as it is. "bits": every bit of the logits and the KV
+            of plain decoding; "distribution": all but their rounding, so that a near tie may fall otherwise.
+        exactness_reason: what rounds a token otherwise among others, where it is "distribution"; else empty.
     """
 
     model: str
@@ -121,6 +125,8 @@ class GenerationResult:
     logprobs: list[float] | None = None
     thoughts: str = ""
     answer: str = ""
+    exactness: Exactness = "bits"
+    exactness_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the values that `offload-rt generate --json` writes."""
@@ -134,6 +140,8 @@ class GenerationResult:
         )
         if self.logprobs is None:
             del values["logprobs"]
+        if not self.exactness_reason:
+            del values["exactness_reason"]
         if not self.thoughts:
             del values["thoughts"], values["answer"]
         for level in values["levels"]:

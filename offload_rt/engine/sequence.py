@@ -290,6 +290,14 @@ class TokenSequence:
         return placement
 
     @property
+    def differs_by(self) -> str | None:
+        """What rounds a token otherwise in a pass of more or fewer tokens; None: nothing does."""
+        target = self.target
+        if target.differs_by is None and not self.full.backend.by_query(target.dtype, target.head_dim):
+            return f"attention to heads of {target.head_dim} entries, which runs in torch"
+        return target.differs_by
+
+    @property
     def stop_tokens(self) -> Collection[int]:
         """Tokens that end the sequence, wherever in a draft one occurs."""
         return self._continuation.sampling.stop_tokens

@@ -216,11 +216,13 @@ class Kernel:
     def supports(self, queries: Tensor, pages: KVPages) -> bool:
         """Returns whether it supports the tensors: float32 or bfloat16, head_dim a multiple of `lanes`."""
         rows = [queries] if isinstance(pages, PackedPages) else [queries, pages.side(0), pages.side(1)]
-        return (
-            queries.dtype in self._entry
-            and queries.shape[-1] % self.lanes == 0
-            and all(one.stride(-1) == 1 for one in rows)
+        return self.supports_rows(queries.dtype, queries.shape[-1]) and all(
+            one.stride(-1) == 1 for one in rows
         )
+
+    def supports_rows(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Returns whether it supports contiguous queries, keys and values of these sizes."""
+        return dtype in self._entry and head_dim % self.lanes == 0
 
     def supports_mass(self, pages: KVPages, chunk: int) -> bool:
         """Returns whether it takes mass of such chunks: a power of two, at most 128, within a page."""

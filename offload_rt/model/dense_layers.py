@@ -43,9 +43,14 @@ class DenseLayer:
         self._native = NativeLayer(weights)
         self._hooks = _hooks(block)
 
+    @property
+    def native(self) -> bool:
+        """The native library computes it: it has no hooks."""
+        return not any(self._hooks)
+
     def __call__(self, hidden: Tensor, **arguments: Any) -> Any:
         """Returns what the module returns: hidden states, in some models in a tuple."""
-        if any(self._hooks):
+        if not self.native:
             return self._block(hidden, **arguments)
         hidden = hidden.contiguous()
         cosines, sines = arguments["position_embeddings"]
@@ -62,8 +67,13 @@ class DenseHead:
         self._native = NativeProduct(head, weights)
         self._hooks = [*_hooks(norm), *_hooks(head)]
 
+    @property
+    def native(self) -> bool:
+        """The native library computes it: it has no hooks."""
+        return not any(self._hooks)
+
     def __call__(self, hidden: Tensor) -> Tensor:
-        if any(self._hooks):
+        if not self.native:
             logits: Tensor = self._head(self._norm(hidden))
             return logits
         return self._native(hidden[0])[None]

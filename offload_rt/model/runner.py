@@ -19,7 +19,13 @@ from offload_rt.errors import UsageError
 from offload_rt.model.attention_hook import AttentionPass
 from offload_rt.model.cuda_graphs import Capture, CudaCapture, PassGraphs
 from offload_rt.model.decoder import Decoder, NotANumber
-from offload_rt.model.dense_layers import computes_the_same, dense_head, dense_layer
+from offload_rt.model.dense_layers import (
+    DenseHead,
+    DenseLayer,
+    computes_the_same,
+    dense_head,
+    dense_layer,
+)
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
 from offload_rt.model.recurrence import missing_kernels
@@ -57,6 +63,17 @@ class CausalModel(Decoder):
         except BaseException:
             self.restore()
             raise
+
+    @property
+    def differs_by(self) -> str | None:
+        """What rounds a token otherwise in a pass of more or fewer tokens; None: nothing does."""
+        if self.device.type != "cpu":
+            return "products on a GPU"
+        modules = [*self._blocks, self.module.lm_head]
+        for module, step in zip(modules, [*self._steps, self._head], strict=True):
+            if not (isinstance(step, DenseLayer | DenseHead) and step.native):
+                return f"{type(module).__name__}, which runs in torch"
+        return "sliding windows" if self.kinds.windowed else None
 
     def layer_order(self, text: str) -> LayerOrder | None:
         """Parses a layer order for this model; None: all layers in turn.

@@ -216,8 +216,9 @@ def usage(finished: Sequence[Finished], prompts: int = 1) -> Json:
 
 
 def timings(finished: Finished) -> Json:
-    """Returns llama.cpp's `timings` of a generation."""
-    measured = finished.result.timings
+    """Returns llama.cpp's `timings` of a generation, and its exactness."""
+    result = finished.result
+    measured = result.timings
     return {
         "prompt_n": measured.prefill_tokens,
         "prompt_ms": measured.prefill_ms,
@@ -227,4 +228,5 @@ def timings(finished: Finished) -> Json:
         "draft_n": measured.drafted_tokens,
         "draft_n_accepted": measured.accepted_tokens,
         "cache_n": finished.cached,
-    }
+        "exactness": result.exactness,
+    } | ({"exactness_reason": result.exactness_reason} if result.exactness_reason else {})

@@ -289,7 +289,7 @@ def test_a_missing_seed_is_drawn_and_reported(make: Any) -> None:
 FIELDS = {
     "": {
         "model", "draft", "config", "device", "dtype", "seed", "prompt_tokens", "tokens", "text",
-        "finish_reason", "timings", "rounds", "levels", "transfer", "memory",
+        "finish_reason", "timings", "rounds", "levels", "transfer", "memory", "exactness",
     },
     "timings": {
         "prefill_tokens", "prefill_ms", "new_tokens", "decode_ms", "tokens_per_second", "drafted_tokens",

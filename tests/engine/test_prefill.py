@@ -84,6 +84,31 @@ def test_the_store_holds_transformers_kv(arch: str, link: str, outputs: bool) ->
             torch.testing.assert_close(normed, hidden, rtol=0, atol=TOLERANCE)
 
 
+def test_chunks_begin_at_multiples_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So chunks are computed alike, to the last bit, where those before them were: also in torch."""
+    model, tokens = CausalModel(tiny_target("granite"), "tiny"), byte_ids(200)
+    run_layer, begun = model.run_layer, list[int]()
+
+    def run(layer: int, hidden: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        begun.append(int(positions[0]))
+        return run_layer(layer, hidden, positions, *rest)
+
+    monkeypatch.setattr(model, "run_layer", run)
+
+    def read(*parts: list[int]) -> Tensor:
+        begun.clear()
+        with empty_cache(model, CpuLink()) as cache:
+            for part in parts:
+                prefill(model, cache, part, 32)
+            return cache.transfer.read(0, len(tokens)).clone()
+
+    whole = read(tokens)
+    for first in (32, 96):
+        assert torch.equal(read(tokens[:first], tokens[first:]), whole)
+    read(tokens[:101], tokens[101:])
+    assert {*begun} == {*range(0, 200, 32), 101}
+
+
 def test_the_last_queries_are_those_of_the_last_tokens() -> None:
     target = tiny_target("llama-gqa")
     model = CausalModel(target, "tiny")

@@ -192,3 +192,45 @@ def test_a_program_changes_no_bit(
     with open_llm(name, "plain", {"prefill.chunk": chunk}) as llm:
         read = llm.read(plain[1])
         assert torch.equal(kv_of(read, len(plain[1]) - 1), plain[2])
+
+
+def exactness(model: PreTrainedModel) -> tuple[str, str]:
+    with LLM.from_models(model, config="plain", overrides=engine_overrides()) as llm:
+        result = llm.generate(PROMPT[:20], SamplingParams(max_tokens=2))
+    values = result.to_json()
+    assert values["exactness"] == result.exactness
+    assert values.get("exactness_reason", "") == result.exactness_reason
+    return result.exactness, result.exactness_reason
+
+
+def test_a_result_says_whether_its_bits_are_those_of_plain_decoding() -> None:
+    model = models("bfloat16")[0]
+    assert exactness(model) == ("bits", "")
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    assert exactness(model) == ("distribution", "LlamaDecoderLayer, which runs in torch")
+    hook.remove()
+    hook = model.lm_head.register_forward_hook(lambda *_: None)
+    assert exactness(model) == ("distribution", "Linear, which runs in torch")
+    hook.remove()
+    assert exactness(model) == ("bits", "")
+
+
+@pytest.mark.parametrize(
+    ("arch", "reason"),
+    [
+        ("granite", "GraniteDecoderLayer, which runs in torch"),
+        ("gemma3", "Gemma3DecoderLayer, which runs in torch"),
+        ("mistral", "sliding windows"),
+    ],
+)
+def test_other_models_keep_the_distribution(arch: str, reason: str) -> None:
+    window = {"sliding_window": 16} if arch == "mistral" else {}
+    assert exactness(tiny_target(arch, **window)) == ("distribution", reason)
+
+
+def test_attention_of_torch_keeps_the_distribution() -> None:
+    kernel = load_kernel()
+    assert kernel is not None
+    narrow = tiny_target("llama-gqa", head_dim=kernel.lanes // 2)
+    reason = f"attention to heads of {kernel.lanes // 2} entries, which runs in torch"
+    assert exactness(narrow) == ("distribution", reason)
