@@ -206,7 +206,7 @@ class NativeProduct:
         self._norm, self._matrix = _norm(norm), _matrix(linear)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Returns `[tokens, outputs]` of inputs `[tokens, width]`, whose rows are contiguous."""
+        """Returns `[tokens, outputs]` of inputs `[tokens, width]`, each of whose rows is contiguous."""
         result = inputs.new_empty(len(inputs), self._linear.out_features)
         threads = _threads(self._linear.weight.nbytes)
         call = _ProductCall(self._norm, self._matrix, len(inputs), threads, inputs.stride(0))

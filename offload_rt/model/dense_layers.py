@@ -34,13 +34,14 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 
 
 class DenseLayer:
-    """A decoder layer; while it has hooks, all goes through its module."""
+    """A decoder layer; goes through its module where that does more, as with hooks (see `_as_stored`)."""
 
     def __init__(self, block: Any, weights: LayerWeights) -> None:
         self._block = block
         self._layer = int(block.self_attn.layer_idx)
         self._softmax = Softmax(float(block.self_attn.scaling))
         self._native = NativeLayer(weights)
+        self._dtype = weights.query.weight.dtype
         self._hooks = _hooks(block)
 
     @property
@@ -50,10 +51,10 @@ class DenseLayer:
 
     def __call__(self, hidden: Tensor, **arguments: Any) -> Any:
         """Returns what the module returns: hidden states, in some models in a tuple."""
-        if not self.native:
+        if not (self.native and _as_stored(hidden, self._dtype)):
             return self._block(hidden, **arguments)
         hidden = hidden.contiguous()
-        cosines, sines = arguments["position_embeddings"]
+        cosines, sines = (one.contiguous() for one in arguments["position_embeddings"])
         inputs = self._native.attention_inputs(hidden, cosines, sines)
         attended = arguments["attention_pass"].attend(self._layer, *inputs, self._softmax)
         return self._native.after_attention(hidden, attended)
@@ -73,10 +74,10 @@ class DenseHead:
         return not any(self._hooks)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if not self.native:
+        if not (self.native and _as_stored(hidden, self._head.weight.dtype)):
             logits: Tensor = self._head(self._norm(hidden))
             return logits
-        return self._native(hidden[0])[None]
+        return self._native(hidden[0].contiguous())[None]
 
 
 def dense_layer(block: Any, dtype: torch.dtype, kinds: LayerKinds) -> DenseLayer | None:
@@ -257,6 +258,11 @@ def _rms_norm(norm: Any, dtype: torch.dtype) -> RmsNorm | None:
     if not (isinstance(weight, Tensor) and isinstance(epsilon, float)):
         return None
     return RmsNorm(weight, epsilon) if weight.dtype == dtype and weight.is_contiguous() else None
+
+
+def _as_stored(hidden: Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether only the result is wanted, in the dtype of the weights: no gradients, no autocast."""
+    return hidden.dtype == dtype and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def _own_forwards(module: nn.Module) -> bool:
