@@ -323,12 +323,18 @@ class NativeCpuBackend(TorchCpuBackend):
         mass: Tensor,
         reference: Tensor | None,
     ) -> Total:
-        kernel, chunk = self._kernel, pages.tokens // mass.shape[2]
-        if not (kernel.supports(queries, pages) and kernel.supports_mass(pages, chunk)):
+        kernel, chunk, every = self._kernel, pages.tokens // mass.shape[2], (sample.period, sample.step)
+        if not kernel.supports(queries, pages):
             return super().add_with_mass(total, queries, pages, scale, sample, mass, reference)
-        return kernel.attend(
-            queries, pages, scale, None, self.threads, total, mass, reference, sample.period, sample.step
-        )
+        if kernel.supports_mass(pages, chunk):
+            return kernel.attend(queries, pages, scale, None, self.threads, total, mass, reference, *every)
+        total = self.add(total, queries, pages, scale)
+        reference, at = total[1] if reference is None else reference, 0
+        for some in pages.portions():
+            part = mass[:, :, at : at + some.tokens // chunk]
+            at += some.tokens // chunk
+            self.operators.chunk_mass_(part, queries, some.keys, reference, scale, *every)
+        return total
 
     def add_quantized(
         self, total: Total | None, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None

@@ -51,6 +51,7 @@ class FullCache:
         scale: the model's softmax scale, known after its first pass.
         paged: the model has layers whose KV is in the store; else the store only counts tokens.
         resident: the tier of the first tokens.
+        remote: those of the next ones.
         tail: the newest tokens.
         tail_first: the tail is attended first, as a GPU waits for the stream meanwhile. On a CPU it comes
             last, as in the sequence.
@@ -83,7 +84,7 @@ class FullCache:
         self._points = RewindPoints(self.local, self.device)
         self.resident = ResidentTier(transfer, resident_tokens, packed=packed)
         self._streamed = StreamedTier(transfer)
-        self._remote = remote
+        self.remote = remote
         # Of the pass:
         self._new: NewTokens | None = None
         self._tail_attention: BufferAttention | None = None
@@ -145,7 +146,7 @@ class FullCache:
         page = self.layout.page_size
         end = length // page * page
         ranges, at = list[TierRange](), 0
-        for tier in (self.resident, *self._remote):
+        for tier in (self.resident, *self.remote):
             tokens = resident_tokens if tier is self.resident else tier.tokens
             start, at = at, min(at + tokens, end) // page * page
             if at > start:
@@ -224,7 +225,7 @@ class FullCache:
 
     def finish_compute(self) -> None:
         """Blocks the host until all compute enqueued so far is done."""
-        for tier in (*self._remote, self._streamed):
+        for tier in (*self.remote, self._streamed):
             tier.finish_compute()
 
     def cancel(self) -> None:
@@ -235,7 +236,7 @@ class FullCache:
         """Forgets the pass that was begun, and closes every stream; the staging ring is free again."""
         for cache in self._followers:
             cache.abandon_pass()
-        for tier in (self._streamed, *self._remote):
+        for tier in (self._streamed, *self.remote):
             tier.abandon()
         self._new = self._tail_attention = self._ranges = self._next_ranges = None
         self._unreported = None
@@ -287,7 +288,7 @@ class FullCache:
             self.local.restart(self.local.history)
         if not self.sequence.ends_at(length):
             self.sequence.truncate(length)
-        for tier in (self.resident, *self._remote):
+        for tier in (self.resident, *self.remote):
             tier.truncate(length)
         self._points.drop_behind(length)
         self.start_from(length)

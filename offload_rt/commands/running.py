@@ -195,4 +195,4 @@ def tokens_verdict(result: GenerationResult, plain: GenerationResult, params: Sa
     equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if result.exactness == "bits":
         return f"TOKENS DIFFER after {equal}: a defect of offload-rt, please report it"
-    return f"the first {equal} tokens equal, then a near tie, rounded otherwise by {result.exactness_reason}"
+    return f"the first {equal} tokens equal; a near tie may be rounded otherwise by {result.exactness_reason}"

@@ -36,8 +36,8 @@ def prefill(
     """Computes the KV of tokens behind those of a cache; derived caches are filled by `build_derived`.
 
     Behind others, `chunk` tokens at a time go through all layers: the earlier KV crosses the link once for
-    all of them, and a GPU attends to it about as long as that takes. They begin at multiples of `chunk`, and
-    are computed alike whatever was read together.
+    all of them, and a GPU attends to it about as long as that takes. Where nothing crosses a link, they begin
+    at multiples of `chunk`, and are computed alike whatever was read together.
 
     Args:
         tokens: without the sequence's last token, whose pass is the first verification.
@@ -60,7 +60,8 @@ def prefill(
     first, layers, hidden = cache.verified_length, model.layers, None
     starts = [0, *range(end - alone, end, chunk)] if alone else [0]
     if first:  # an empty cache takes all tokens layer by layer, so that no KV comes back over the link
-        starts = sorted({*starts, *range(chunk - first % chunk, end - alone, chunk)})
+        begun = first % chunk if cache.transfer.link.in_place else 0
+        starts = sorted({*starts, *range(chunk - begun, end - alone, chunk)})
     for start, stop in pairwise([*starts, end]):
 
         def report(token_layers: int, before: int = start * layers) -> None:

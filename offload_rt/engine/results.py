@@ -98,9 +98,10 @@ class GenerationResult:
         plain_tokens: number of tokens decoded without drafts because speculation was slower.
         error: why the text ended, where `finish_reason` is "error".
         logprobs: log probability of each token, see `TokenEvent`; None where they were not asked for.
-        exactness: what drafts, batches and caches leave as it is. "bits": every bit of the logits and the KV
-            of plain decoding; "distribution": all but their rounding, so that a near tie may fall otherwise.
-        exactness_reason: what rounds a token otherwise among others, where it is "distribution"; else empty.
+        exactness: what speculative decoding, batching and caching preserve. "bits": every bit of the logits
+            and the KV of plain decoding, over KV that this installation has computed with the same page
+            size; "distribution": all but their rounding, so that a near tie may fall otherwise.
+        exactness_reason: what makes rounding depend on the other tokens of a pass; empty for "bits".
     """
 
     model: str
@@ -119,13 +120,13 @@ class GenerationResult:
     levels: list[LevelStatistics]
     transfer: Transfer
     memory: MemoryStatistics
+    exactness: Exactness
     plain_tokens: int = 0
     notices: list[str] = field(default_factory=list)
     error: str | None = None
     logprobs: list[float] | None = None
     thoughts: str = ""
     answer: str = ""
-    exactness: Exactness = "bits"
     exactness_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:

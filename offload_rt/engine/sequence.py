@@ -293,9 +293,11 @@ class TokenSequence:
     def differs_by(self) -> str | None:
         """What rounds a token otherwise in a pass of more or fewer tokens; None: nothing does."""
         target = self.target
-        if target.differs_by is None and not self.full.backend.by_query(target.dtype, target.head_dim):
+        if target.differs_by is not None:
+            return target.differs_by
+        if not self.full.backend.by_query(target.dtype, target.head_dim):
             return f"attention to heads of {target.head_dim} entries, which runs in torch"
-        return target.differs_by
+        return "attention that several devices share" if self.full.remote else None
 
     @property
     def stop_tokens(self) -> Collection[int]:

@@ -1,7 +1,7 @@
 """Calls of the dense parts of a decoder layer in the native library (`layer.h`), on a CPU.
 
-A row of a product is the same whatever the others are. torch's products are no faster, but those of many rows
-of float32 with AVX-512, which take 0.7 of the time.
+A row of a product is the same whatever the others are. torch's products are no faster, except those of many
+rows of float32 with AVX-512, which take 0.7 of the time.
 
 The weights stay where they are: the structures point to a model's own.
 """

@@ -33,21 +33,28 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
 
 
-class DenseLayer:
+class _Native:
+    """What takes the place of modules."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self._hooks = [hooks for module in modules for hooks in _hooks(module)]
+
+    @property
+    def native(self) -> bool:
+        """The native library computes it: its modules have no hooks."""
+        return not any(self._hooks)
+
+
+class DenseLayer(_Native):
     """A decoder layer; goes through its module where that does more, as with hooks (see `_as_stored`)."""
 
     def __init__(self, block: Any, weights: LayerWeights) -> None:
+        super().__init__(block)
         self._block = block
         self._layer = int(block.self_attn.layer_idx)
         self._softmax = Softmax(float(block.self_attn.scaling))
         self._native = NativeLayer(weights)
         self._dtype = weights.query.weight.dtype
-        self._hooks = _hooks(block)
-
-    @property
-    def native(self) -> bool:
-        """The native library computes it: it has no hooks."""
-        return not any(self._hooks)
 
     def __call__(self, hidden: Tensor, **arguments: Any) -> Any:
         """Returns what the module returns: hidden states, in some models in a tuple."""
@@ -60,18 +67,13 @@ class DenseLayer:
         return self._native.after_attention(hidden, attended)
 
 
-class DenseHead:
+class DenseHead(_Native):
     """The final norm and the head; through their modules as in `DenseLayer`."""
 
     def __init__(self, norm: nn.Module, head: nn.Linear, weights: RmsNorm) -> None:
+        super().__init__(norm, head)
         self._norm, self._head = norm, head
         self._native = NativeProduct(head, weights)
-        self._hooks = [*_hooks(norm), *_hooks(head)]
-
-    @property
-    def native(self) -> bool:
-        """The native library computes it: it has no hooks."""
-        return not any(self._hooks)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if not (self.native and _as_stored(hidden, self._head.weight.dtype)):

@@ -69,10 +69,11 @@ class CausalModel(Decoder):
         """What rounds a token otherwise in a pass of more or fewer tokens; None: nothing does."""
         if self.device.type != "cpu":
             return "products on a GPU"
-        modules = [*self._blocks, self.module.lm_head]
-        for module, step in zip(modules, [*self._steps, self._head], strict=True):
-            if not (isinstance(step, DenseLayer | DenseHead) and step.native):
-                return f"{type(module).__name__}, which runs in torch"
+        for block, step in zip(self._blocks, self._steps, strict=True):
+            if not (isinstance(step, DenseLayer) and step.native):
+                return f"{type(block).__name__}, which runs in torch"
+        if not (isinstance(self._head, DenseHead) and self._head.native):
+            return "the output head, which runs in torch"
         return "sliding windows" if self.kinds.windowed else None
 
     def layer_order(self, text: str) -> LayerOrder | None:

@@ -1,8 +1,8 @@
 """Not a bit of what the target computes of a text depends on drafts, trees, batches, drafting ahead, threads.
 
 The log probabilities and the KV of every token are those of plain decoding, to the last bit, in float32 and
-in bfloat16, and the KV that of reading the text in one go: on a CPU, for models whose dense layers run in the
-native library.
+in bfloat16, and the KV that of reading the tokens in one go: on a CPU, for models with full attention whose
+layers run in the native library.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ LEVELS: dict[str, list[dict[str, object]]] = {
 }
 
 
+ODD_SIZES: dict[str, object] = {
+    "store.page": 48,
+    "store.slab_tokens": 96,
+    "store.segment_bytes": 4096,
+    "retrieval.chunk": 24,
+    "retrieval.budget": 72,
+    "retrieval.recent": 24,
+}
+"""Chunks that are no power of two, of which the native library takes no mass; segments of one page."""
+
+
 @dataclass(frozen=True)
 class Text:
     """What plain decoding writes behind a prompt."""
@@ -81,8 +92,8 @@ def kv_of(context: Context, length: int) -> Tensor:
 
 
 @cache
-def plainly(name: str, prompt: int) -> Text:
-    with open_llm(name, "plain", {}) as llm:
+def plainly(name: str, prompt: int, odd: bool = False) -> Text:
+    with open_llm(name, "plain", ODD_SIZES if odd else {}) as llm:
         context = llm.read(PROMPT[:prompt])
         result = context.generate((), SamplingParams(max_tokens=LENGTH, logprobs=0))
         assert result.logprobs is not None
@@ -107,9 +118,16 @@ def drafting(levels: str, shape: str, depth: int) -> dict[str, object]:
     threads=st.integers(1, 3),
 )
 def test_drafts_change_no_bit(
-    name: str, levels: str, shape: str, depth: int, prompt: int, link: str, ahead: int, threads: int
+    name: str,
+    levels: str,
+    shape: str,
+    depth: int,
+    prompt: int,
+    link: str,
+    ahead: int,
+    threads: int,
 ) -> None:
-    """Whatever is drafted, in passes of up to 197 tokens, which the native library computes."""
+    """Whatever is drafted, in passes of up to 197 tokens."""
     text = plainly(name, prompt)
     overrides = {**drafting(levels, shape, depth), "offload.ahead": ahead}
     before = torch.get_num_threads()
@@ -123,6 +141,18 @@ def test_drafts_change_no_bit(
             assert torch.equal(kv_of(context, prompt + LENGTH - 1), text.kv)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_of_any_size_change_no_bit(name: str) -> None:
+    """Over a link, whose segments come one after the other, each with its attention mass."""
+    text = plainly(name, len(PROMPT), odd=True)
+    overrides = {**drafting("retrieved", "chain", 3), **ODD_SIZES}
+    with open_llm(name, "retrieval", overrides, "link") as llm:
+        context = llm.read(PROMPT)
+        result = context.generate((), SamplingParams(max_tokens=LENGTH, logprobs=0))
+    assert result.timings.drafted_tokens
+    assert result.tokens == text.tokens[len(PROMPT) :] and result.logprobs == text.logprobs
 
 
 @settings(derandomize=True, max_examples=10, deadline=None)
@@ -210,7 +240,7 @@ def test_a_result_says_whether_its_bits_are_those_of_plain_decoding() -> None:
     assert exactness(model) == ("distribution", "LlamaDecoderLayer, which runs in torch")
     hook.remove()
     hook = model.lm_head.register_forward_hook(lambda *_: None)
-    assert exactness(model) == ("distribution", "Linear, which runs in torch")
+    assert exactness(model) == ("distribution", "the output head, which runs in torch")
     hook.remove()
     assert exactness(model) == ("bits", "")
 
@@ -226,6 +256,16 @@ def test_a_result_says_whether_its_bits_are_those_of_plain_decoding() -> None:
 def test_other_models_keep_the_distribution(arch: str, reason: str) -> None:
     window = {"sliding_window": 16} if arch == "mistral" else {}
     assert exactness(tiny_target(arch, **window)) == ("distribution", reason)
+
+
+def test_attention_of_several_devices_keeps_the_distribution() -> None:
+    reason = "attention that several devices share"
+    overrides = {**engine_overrides(), "offload.cpu_tokens": 64}
+    with LLM.from_models(
+        models("float32")[0], config="plain", overrides=overrides, link=LINKS["link"]()
+    ) as llm:
+        result = llm.generate(PROMPT[:100], SamplingParams(max_tokens=2))
+    assert (result.exactness, result.exactness_reason) == ("distribution", reason)
 
 
 def test_attention_of_torch_keeps_the_distribution() -> None:

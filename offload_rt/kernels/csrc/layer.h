@@ -1,4 +1,4 @@
-// The dense parts of a decoder layer for a few tokens: norms, products, rotation, gate. A token's result does not
+// The dense parts of a decoder layer: norms, products, rotation, gate. A token's result does not
 // depend on the other tokens of the pass.
 
 #pragma once

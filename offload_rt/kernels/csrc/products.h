@@ -1,5 +1,5 @@
-// Products of a few inputs with the weights where they lie. The weights are read once, at the rate of the memory; sums
-// are in float32, and a row of the result does not depend on the other rows.
+// Products of inputs with the weights where they lie. The weights are read once for each MOST_ROWS inputs, at the rate of
+// the memory; sums are in float32, and a row of the result does not depend on the other rows.
 
 #pragma once
 
