@@ -124,11 +124,6 @@ class PlainPages(KVPages):
         """Returns a view of keys and values `[kv_heads, tokens, head_dim]` as one page."""
         return cls(keys[None], values[None])
 
-    @classmethod
-    def paged(cls, keys: Tensor, values: Tensor, page: int) -> Self:
-        """Returns a view of keys and values `[kv_heads, tokens, head_dim]` as pages of `page` tokens each."""
-        return cls(*(side.unflatten(1, (-1, page)).transpose(0, 1) for side in (keys, values)))
-
     def __len__(self) -> int:
         return self.keys.shape[0]  # torch's own `len` is ten times slower
 

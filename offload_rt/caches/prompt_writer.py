@@ -57,35 +57,33 @@ class PromptWriter:
         """Writes the next tokens of a layer, `[kv_heads, tokens, head_dim]`.
 
         Returns:
-            The full pages of the layer before them, in order; then the tokens behind these, with the new ones
-            last, and how the new ones see them. Each segment of pages is valid until the next one. Behind
-            tokens that were present on a GPU, a layer is put at once, as its stream passes by once.
+            Full pages of the layer before them, in order; then the tokens behind these, new ones last, and
+            how the new ones see them. Each segment of pages is valid until the next one. Behind tokens that
+            were present on a GPU, a layer is put at once, as its stream passes by once.
         """
         if layer != self._layer:
             self._layer, self._computed_end, self._written_end = layer, self._start, self._tail_start
         cache, start, page = self._cache, self._computed_end, self._cache.layout.page_size
         self._computed_end += keys.shape[1]
-        paged = start // page * page
-        view = TailView(page, keys.shape[1], start - paged)
         if cache.transfer.link.in_place:
+            paged = start // page * page
             earlier = cache.sequence.views(layer, 0, paged)
             tail = PlainPages.one(keys, values)
             for begun in cache.sequence.views(layer, paged, start):  # one page at most
                 tail = tail.behind(begun.plain())
             cache.sequence.append(layer, keys, values)
-            return earlier, tail, view
+            return earlier, tail, TailView(page, keys.shape[1], start - paged)
         if start == self._start:
             cache.tail.committed(layer).copy_to(*self._kv[:, :, : start - self._tail_start])
         new = self._kv[:, :, start - self._tail_start : self._computed_end - self._tail_start]
         new[0], new[1] = keys, values
         self._write(layer)
-        split = paged - self._tail_start
-        near = [PlainPages.paged(self._kv[0, :, :split], self._kv[1, :, :split], page)] if split else []
-        tail = PlainPages.one(*self._kv[:, :, split : self._computed_end - self._tail_start])
+        tail = PlainPages.one(*self._kv[:, :, : self._computed_end - self._tail_start])
+        view = TailView(page, keys.shape[1], start - self._tail_start)
         if self._earlier is None:
-            return near, tail, view
+            return (), tail, view
         resident = cache.resident.segments(layer, 0, self._earlier.start)
-        return chain(resident, self._earlier.segments(layer), near), tail, view
+        return chain(resident, self._earlier.segments(layer)), tail, view
 
     def _write(self, layer: int) -> None:
         """Writes the pages that are full, and with the layer's last token the one that is not."""

@@ -249,7 +249,7 @@ def test_a_prompt_sees_what_is_before_it(
     """Tokens in order over full pages, and over a tail of `shared` tokens and themselves."""
     backend, before = ready(made), 4 * page
     q, k, v = random_parts(heads, kv_heads, queries, before + shared + queries, dtype, device, seed=queries)
-    pages = PlainPages.paged(k[:, :before], v[:, :before], page)
+    pages = PlainPages(*(laid_out(part[:, :before], page) for part in (k, v)))
     total = AttentionSum(backend, q, kv_heads, SCALE)
     total.attend(pages)
     total.attend_prompt(PlainPages.one(k[:, before:], v[:, before:]), TailView(page, queries, shared))
