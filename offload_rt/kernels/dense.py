@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from cpu_kv.sizes import dtype_name
 from offload_rt.kernels.native import Kernel, load_kernel
 
+TILED_BYTES = 2**20
+"""Products of less than so many bytes of weights are by vectors also where there are tiles (AMX): to wake the
+tiles takes a few microseconds."""
+
 _BYTES_PER_THREAD = 2**18  # of weights: with fewer, waking a thread takes longer than its share
 
 
@@ -43,7 +47,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, _Norm) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
         *((name, _Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down")),
-        ("head_dim", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("head_dim", "tiled")),
     ]
 
 
@@ -66,7 +70,7 @@ class _ProductCall(ctypes.Structure):
     _fields_ = [
         ("norm", _Norm),
         ("matrix", _Matrix),
-        *((name, ctypes.c_int64) for name in ("rows", "threads", "input_stride")),
+        *((name, ctypes.c_int64) for name in ("rows", "threads", "input_stride", "tiled")),
         *((name, ctypes.c_void_p) for name in ("input", "result")),
     ]
 
@@ -148,11 +152,12 @@ class NativeLayer:
         norms = (weights.attention_norm, weights.mlp_norm, weights.query_norm, weights.key_norm)
         attention = (weights.query, weights.key, weights.value, weights.output)
         linears = (*attention, weights.gate, weights.up, weights.down)
-        self._layer = _Layer(*map(_norm, norms), *map(_matrix, linears), weights.head_dim)
+        self._bytes = sum(linear.weight.nbytes for linear in linears)
+        tiled = self._bytes > TILED_BYTES
+        self._layer = _Layer(*map(_norm, norms), *map(_matrix, linears), weights.head_dim, tiled)
         self._address = ctypes.addressof(self._layer)
         self._heads = weights.query.out_features // weights.head_dim
         self._kv_heads = weights.key.out_features // weights.head_dim
-        self._bytes = sum(linear.weight.nbytes for linear in linears)
 
     def attention_inputs(
         self, hidden: Tensor, cosines: Tensor, sines: Tensor
@@ -204,12 +209,13 @@ class NativeProduct:
         assert entries is not None
         self._product = entries.product
         self._norm, self._matrix = _norm(norm), _matrix(linear)
+        self._tiled = linear.weight.nbytes > TILED_BYTES
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Returns `[tokens, outputs]` of inputs `[tokens, width]`, each of whose rows is contiguous."""
         result = inputs.new_empty(len(inputs), self._linear.out_features)
         threads = _threads(self._linear.weight.nbytes)
-        call = _ProductCall(self._norm, self._matrix, len(inputs), threads, inputs.stride(0))
+        call = _ProductCall(self._norm, self._matrix, len(inputs), threads, inputs.stride(0), self._tiled)
         call.input, call.result = inputs.data_ptr(), result.data_ptr()
         self._product(ctypes.byref(call))
         return result

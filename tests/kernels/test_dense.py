@@ -28,6 +28,7 @@ def processor(
         pytest.skip(f"no C++ compiler here, or not a machine that runs {request.param}")
     kernel = native.Kernel(built[request.param])
     monkeypatch.setattr(dense, "load_kernel", lambda: kernel)
+    monkeypatch.setattr(dense, "TILED_BYTES", 0)
     dense._entries.cache_clear()
     yield
     dense._entries.cache_clear()

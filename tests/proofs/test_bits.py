@@ -7,7 +7,7 @@ layers run in the native library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, Context, GenerationResult, SamplingParams
+from offload_rt.kernels import dense
 from offload_rt.kernels.native import load_kernel
 
 pytestmark = pytest.mark.skipif(load_kernel() is None, reason="needs the native library")
@@ -54,6 +55,14 @@ ODD_SIZES: dict[str, object] = {
     "retrieval.recent": 24,
 }
 """Chunks that are no power of two, of which the native library takes no mass; segments of one page."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiles() -> Iterator[None]:
+    """Small models by tiles too, where there are some: test_dense.py compares both ways of large ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense, "TILED_BYTES", 0)
+        yield
 
 
 @dataclass(frozen=True)

@@ -479,8 +479,8 @@ int64_t offload_rt_sizeof(const char* name) {
     return 0;
 }
 
-// Returns 1 if products of bfloat16 use the processor's tiles.
-int64_t offload_rt_bfloat16_tiles() { return by_tiles<BFloat16>(); }
+// Returns 1 if the processor has tiles of bfloat16, and this process may use them.
+int64_t offload_rt_bfloat16_tiles() { return has_tiles<BFloat16>(); }
 
 // Returns 1 if bfloat16 uses the processor's dot products.
 int64_t offload_rt_bfloat16_dots() {

@@ -21,7 +21,7 @@ template <typename T> struct Norm {
 template <typename T> struct Layer {
     Norm<T> attention_norm, mlp_norm, query_norm, key_norm;
     Matrix<T> query, key, value, output, gate, up, down;
-    int64_t head_dim;
+    int64_t head_dim, tiled;  // by tiles where there are some
 };
 
 // A call for `rows` tokens (`_LayerCall`). Contiguous: `hidden`, `result` [rows][hidden], `cosines`, `sines`
@@ -40,7 +40,7 @@ template <typename T> struct LayerCall {
 template <typename T> struct ProductCall {
     Norm<T> norm;
     Matrix<T> matrix;
-    int64_t rows, threads, input_stride;
+    int64_t rows, threads, input_stride, tiled;
     const T* input;
     T* result;
 };
@@ -97,7 +97,7 @@ template <typename T> static void attention_inputs(const LayerCall<T>& call, int
     const int64_t dim = layer.head_dim, hidden = layer.query.ins;
     const int64_t heads = layer.query.outs / dim, kv_heads = layer.key.outs / dim;
     Buffer<T> memory(rows * hidden);
-    const Inputs<T> inputs{&memory[0], rows, hidden};
+    const Inputs<T> inputs{&memory[0], rows, hidden, layer.tiled && has_tiles<T>()};
 #pragma omp parallel num_threads(int(call.threads)) if (call.threads > 1)
     {
         Buffer<float> out(size_t(rows) * OUTPUTS), head(size_t(rows) * dim), normed(dim);
@@ -149,9 +149,10 @@ template <typename T> static void after_attention(const LayerCall<T>& call, int6
     const Layer<T>& layer = *call.layer;
     const int64_t dim = layer.head_dim, hidden = layer.query.ins, wide = layer.gate.outs;
     Buffer<T> memory(rows * (layer.output.ins + 2 * hidden + wide));
-    const Inputs<T> attended{&memory[0], rows, layer.output.ins};
+    const bool tiled = layer.tiled && has_tiles<T>();
+    const Inputs<T> attended{&memory[0], rows, layer.output.ins, tiled};
     T* summed = attended.data + rows * attended.width;
-    const Inputs<T> normed{summed + rows * hidden, rows, hidden}, gated{normed.data + rows * hidden, rows, wide};
+    const Inputs<T> normed{summed + rows * hidden, rows, hidden, tiled}, gated{normed.data + rows * hidden, rows, wide, tiled};
     const T *from = call.attended + first * call.row_stride, *residual = call.hidden + first * hidden;
 #pragma omp parallel num_threads(int(call.threads)) if (call.threads > 1)
     {
@@ -184,7 +185,7 @@ template <typename T> static void after_attention(const LayerCall<T>& call, int6
 template <typename T> static void product(const ProductCall<T>& call, int64_t first, int64_t rows) {
     const Matrix<T>& matrix = call.matrix;
     Buffer<T> memory(rows * matrix.ins);
-    const Inputs<T> inputs{&memory[0], rows, matrix.ins};
+    const Inputs<T> inputs{&memory[0], rows, matrix.ins, call.tiled && has_tiles<T>()};
     T* result = call.result + first * matrix.outs;
 #pragma omp parallel num_threads(int(call.threads)) if (call.threads > 1)
     {

@@ -30,8 +30,8 @@ using ProductsOf = std::conditional_t<std::is_same_v<T, BFloat16>, Bf16DotProduc
 template <typename T> using ProductsOf = WidenedProducts<T>;
 #endif
 
-// Whether products of such entries are by tiles.
-template <typename T> static inline bool by_tiles() {
+// Whether there are tiles for such entries.
+template <typename T> static inline bool has_tiles() {
 #ifdef OFFLOAD_RT_BF16_TILES
     return std::is_same_v<T, BFloat16> && TILES_GRANTED;
 #else
@@ -40,18 +40,19 @@ template <typename T> static inline bool by_tiles() {
 }
 
 // Inputs [rows][width] of products, laid out as these read them: one row after the other, or for tiles [width / 2][16]
-// pairs of each 16 rows. They are also the queries of `score_keys`, whose keys are the rows of a matrix.
+// pairs of each 16 rows (`tiled`). They are also the queries of `score_keys`, whose keys are the rows of a matrix.
 template <typename T> struct Inputs {
     using Products = ProductsOf<T>;
     using Row = typename Products::Row;
     static constexpr int STEP = Products::STEP;
     T* data;
     int64_t rows, width;
+    bool tiled;
 
     // Sets `count` entries of a row from `first` on, both even.
     void set(int64_t row, int64_t first, const T* from, int64_t count) const {
 #ifdef OFFLOAD_RT_BF16_TILES
-        if (by_tiles<T>()) {
+        if (tiled) {
             const int64_t start = row / TILE_ROWS * TILE_ROWS, tall = std::min<int64_t>(rows - start, TILE_ROWS);
             T* to = data + start * width + first * tall + (row - start) * 2;
             for (int64_t d = 0; d < count; d += 2) std::memcpy(to + d * tall, from + d, 2 * sizeof(T));
@@ -118,7 +119,7 @@ template <typename T> class Multiplier {
     void multiply(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
 #ifdef OFFLOAD_RT_BF16_TILES
         if constexpr (std::is_same_v<T, BFloat16>)
-            if (by_tiles<T>()) {
+            if (inputs.tiled) {
                 const BFloat16* weights = m.weight + first * m.stride;
                 return tiles_.multiply(weights, m.stride, count, inputs.data, int(inputs.rows), m.ins, out, OUTPUTS);
             }
