@@ -20,8 +20,8 @@ from cpu_kv.sizes import dtype_name
 from offload_rt.kernels.native import Kernel, load_kernel
 
 TILED_BYTES = 2**20
-"""Products of less than so many bytes of weights are by vectors also where there are tiles (AMX): to wake the
-tiles takes a few microseconds."""
+"""Layers and heads of at most so many bytes of weights use vectors even where there are tiles (AMX): it takes
+a few microseconds to wake these."""
 
 _BYTES_PER_THREAD = 2**18  # of weights: with fewer, waking a thread takes longer than its share
 
