@@ -30,7 +30,8 @@ from cpu_kv import (
     head_major,
 )
 from cpu_kv.packed import PackedShape
-from offload_rt.attention.backends import TorchCudaBackend, fold, use_triton
+from offload_rt.attention.backends import fold
+from offload_rt.attention.cuda_backends import ByQueryBackend, TorchCudaBackend, use_triton
 from offload_rt.attention.mass import Sample
 from offload_rt.attention.page_codec import machine_codec
 from offload_rt.caches.selection import NONE, choose_of_layers
@@ -79,8 +80,9 @@ def kernels(subject: Subject) -> Iterator[Row]:
         return
     for shape, (heads, kv_heads) in SHAPES.items():
         for queries in (1, 8, 24):
-            worst, gb_s = _attention_and_mass(subject, heads, kv_heads, queries)
-            yield {f"{shape}_q{queries}_off": worst, f"{shape}_q{queries}_gb_s": gb_s}
+            worst, gb_s, torch_gb_s = _attention_and_mass(subject, heads, kv_heads, queries)
+            name = f"{shape}_q{queries}"
+            yield {f"{name}_off": worst, f"{name}_gb_s": gb_s, f"{name}_torch_gb_s": torch_gb_s}
             if not worst < ALLOWED_ERROR:  # NaN is not
                 yield {"failed": f"{shape}, {queries} queries: attention or its mass is {worst:.2g} off"}
         for bits in (8, 4):
@@ -90,23 +92,23 @@ def kernels(subject: Subject) -> Iterator[Row]:
                 yield {"failed": f"{shape}, {bits} bits: quantised attention is {worst:.2g} off"}
 
 
-def _attention_and_mass(subject: Subject, heads: int, kv_heads: int, count: int) -> tuple[float, float]:
-    """Returns the largest error, and GB/s of keys and values."""
-    from offload_rt.kernels import triton_operators  # Triton is not in every installation
-
+def _attention_and_mass(
+    subject: Subject, heads: int, kv_heads: int, count: int
+) -> tuple[float, float, float]:
+    """Returns the largest error, and GB/s of keys and values, by our kernel and by torch's."""
     device, scale, sample = subject.device, HEAD_DIM**-0.5, Sample.of(count)
     queries = fold(random_kv(heads, count, HEAD_DIM, device=device), kv_heads)
     both = random_kv(subject.sizes.pages * 8 // kv_heads, 2, kv_heads, PAGE, HEAD_DIM, device=device)
     keys, values = both[:, 0], both[:, 1]
-    backend = TorchCudaBackend()
+    fast = TorchCudaBackend()
+    backend = ByQueryBackend(fast)
     before = backend.add(None, queries, PlainPages(keys[:1], values[:1]), scale)
-    out, lse = (tensor.contiguous() for tensor in before)
+    lse = before[1].contiguous()
     chunks = len(keys) * PAGE // CHUNK
     rows = heads // kv_heads * len(range(0, sample.period, sample.step))
     mass = torch.full((kv_heads, rows, chunks + 3), torch.nan, device=device)[:, :, 1:-2]
-    parts = backend.parts(queries, keys, values, scale, None)
     every = sample.period, sample.step
-    pair = triton_operators.combine_with_mass_(mass, *parts, out, lse, queries, keys, lse, scale, *every)
+    pair = backend.add_with_mass(before, queries, PlainPages(keys, values), scale, sample, mass, lse)
     worst = 0.0
     for head in range(0, kv_heads, max(1, kv_heads // 4)):  # float64, a few heads at a time
         text = [head_major(side)[head] for side in (keys, values)]
@@ -119,8 +121,12 @@ def _attention_and_mass(subject: Subject, heads: int, kv_heads: int, count: int)
         expected_mass = (sampled - shift).exp().unflatten(-1, (-1, CHUNK)).sum(-1)
         results = (*(tensor[head : head + 1] for tensor in pair), mass[head])
         worst = max(worst, largest_error(results, (*expected, expected_mass)))
-    ms = milliseconds(subject, lambda: backend.parts(queries, keys, values, scale, None))
-    return worst, both.nbytes / ms / 1e6
+    taken = (
+        milliseconds(subject, partial(one.parts, queries, keys, values, scale, None))
+        for one in (backend, fast)
+    )
+    ours, torchs = (both.nbytes / ms / 1e6 for ms in taken)
+    return worst, ours, torchs
 
 
 def _quantized(subject: Subject, heads: int, kv_heads: int, bits: int) -> tuple[float, float]:
@@ -172,12 +178,14 @@ def packed_pages(subject: Subject) -> Iterator[Row]:
 
 def _packed_attention(subject: Subject, name: str, queries: Tensor, pages: Tensor) -> Iterator[Row]:
     """Yields the error of attention over packed pages, its GB/s, and its time by that over raw pages."""
-    backend, scale = TorchCudaBackend(), HEAD_DIM**-0.5
+    backend, scale = ByQueryBackend(TorchCudaBackend()), HEAD_DIM**-0.5
     shape = PackedShape(pages.shape[2], PAGE, HEAD_DIM)
     packed = machine_codec().encode(shape, pages)
     forms = PackedPages(packed, shape, machine_codec()), PlainPages.of(pages)
     attend, attend_raw = (partial(backend.add, None, queries, form, scale) for form in forms)
     results, worst = attend(), 0.0
+    if not all(map(torch.equal, results, attend_raw())):
+        yield {"failed": f"{name}: attention has other bits over packed pages than over plain ones"}
     for head in range(0, len(queries), max(1, len(queries) // 4)):  # float64, a few heads at a time
         keys, values = (head_major(pages[:, side])[head, None] for side in range(2))
         expected = exact(queries[head : head + 1], keys, values, scale)

@@ -12,31 +12,39 @@ folded into the query length, so keys and values are never repeated in memory: a
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cpu_kv import KVLayout, KVPages, PackedPages, PlainPages, head_major
+from cpu_kv import KVPages, PlainPages, head_major
 from offload_rt.attention.mass import Sample
 from offload_rt.kernels import operators
 from offload_rt.kernels.native import Kernel, load_kernel
 from offload_rt.kernels.quantized import QuantizedLayer
-from offload_rt.kernels.sizes import MASKED_PAGE, MOST_PACKED_QUERIES, PACKED_TILE
 from offload_rt.kernels.tail import TailView
 
-_HALVES = (torch.float16, torch.bfloat16)
 RESERVED_CORES = 3  # for the threads that run a pass, draft and choose chunks while the CPU attends
-MAX_TIME_RATIO = 0.95  # another kernel replaces torch's if it takes less than this share of its time
 
 Total = tuple[Tensor, Tensor]
 """A sum of attention over segments, `[kv_heads, folded_query, head_dim]`, and its log-sum-exp `[kv_heads,
 folded_query]`; float32 or wider."""
+
+
+class StartedTail(NamedTuple):
+    """Attention over a tail, which may have been computed and is not yet added.
+
+    Attributes:
+        add: adds it to a sum; None: nothing was added.
+        reference: about its log-sum-exp, which attention mass may be relative to; None: it is not known yet.
+    """
+
+    add: Callable[[Total | None], Total]
+    reference: Tensor | None = None
 
 
 class AttentionBackend(ABC):
@@ -100,34 +108,34 @@ class AttentionBackend(ABC):
         assert total is not None
         return total
 
-    def add_tail(
-        self,
-        total: Total | None,
-        queries: Tensor,
-        tail: PlainPages,
-        scale: float,
-        mask: Tensor | None,
-        view: TailView,
-    ) -> Total:
-        """Does `add` over a tail, one page, which the queries see by `mask` and, said otherwise, by `view`.
+    def begin_tail(
+        self, queries: Tensor, tail: PlainPages, scale: float, mask: Tensor | None, view: TailView
+    ) -> StartedTail:
+        """Starts attention over a tail, one page; queries see it by `mask` and, said otherwise, `view`.
 
-        A backend whose results do not depend on the other queries goes by `view`.
+        It is added behind all other segments. A GPU attends to it at once, as it waits for these.
         """
-        return self.add(total, queries, tail, scale, mask)
+        return StartedTail(lambda total: self.add(total, queries, tail, scale, mask))
 
-    def add_prompt(
+    def begin_prompt(self, queries: Tensor, tail: PlainPages, scale: float, view: TailView) -> StartedTail:
+        """Does `begin_tail` for many queries in order, without a mask."""
+        return StartedTail(lambda total: self._add_prompt(total, queries, tail, scale, view))
+
+    def _add_prompt(
         self, total: Total | None, queries: Tensor, tail: PlainPages, scale: float, view: TailView
     ) -> Total:
-        """Does `add_tail` for many queries in order, without a mask."""
         own, before = tail.cut(view.shared, tail.tokens), tail.cut(0, view.shared)
         heads = queries.unflatten(1, (-1, view.count)).flatten(0, 1)
         out, lse = self.causal(heads, own.keys[0], own.values[0], scale)
         total = self.combined(total, fold(out, len(queries))[None], lse.reshape(1, len(queries), -1))
         return self.add(total, queries, before, scale) if view.shared else total
 
-    def by_query(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Returns whether a query's result depends on nothing but the keys that it sees, and their order."""
-        return False
+    def by_query(self, dtype: torch.dtype, head_dim: int) -> AttentionBackend | None:
+        """Returns the backend whose result for a query depends on nothing but the keys that it sees.
+
+        It serves the passes that verify; None: there is none on this device, for such heads.
+        """
+        return None
 
     def combined(self, total: Total | None, outs: Tensor, lses: Tensor) -> Total:
         """Adds what `parts` returns to a sum."""
@@ -150,20 +158,13 @@ class AttentionBackend(ABC):
             mass: output, see `operators.chunk_mass_`.
             reference: what the mass is relative to; None: the log-sum-exp of the result.
         """
-        operators, every = self.operators, (sample.period, sample.step)
-        chunks, at = mass.shape[2] // max(1, len(pages)), 0
+        every, chunks, at = (sample.period, sample.step), mass.shape[2] // max(1, len(pages)), 0
+        total = self.add(total, queries, pages, scale)
+        reference = total[1] if reference is None else reference
         for some in pages.portions():
             part = mass[:, :, at : at + len(some) * chunks]
             at += len(some) * chunks
-            if total is None or reference is None:
-                total = self.add(total, queries, some, scale)
-                operators.chunk_mass_(part, queries, some.keys, total[1], scale, *every)
-            else:
-                parts = self.parts(queries, some.keys, some.values, scale, None)
-                total = operators.combine_with_mass_(
-                    part, *parts, *total, queries, some.keys, reference, scale, *every
-                )
-        assert total is not None
+            self.operators.chunk_mass_(part, queries, some.keys, reference, scale, *every)
         return total
 
     def wants_reference(self, pages: KVPages) -> bool:
@@ -177,7 +178,7 @@ class AttentionBackend(ABC):
         return self.combined(total, *self.operators.attend_quantized(queries, *layer, count, scale))
 
 
-class _TorchBackend(AttentionBackend):
+class TorchBackend(AttentionBackend):
     """A torch op on batches `[batch, heads, tokens, head_dim]`, which does not know pages."""
 
     @abstractmethod
@@ -215,7 +216,7 @@ class _TorchBackend(AttentionBackend):
         return out.flatten(0, 1), lse.flatten(0, 1)
 
 
-class TorchCpuBackend(_TorchBackend):
+class TorchCpuBackend(TorchBackend):
     """torch's flash attention for CPUs.
 
     Args:
@@ -278,8 +279,8 @@ class NativeCpuBackend(TorchCpuBackend):
         super().__init__(threads)
         self._kernel = kernel
 
-    def by_query(self, dtype: torch.dtype, head_dim: int) -> bool:
-        return self._kernel.supports_rows(dtype, head_dim)
+    def by_query(self, dtype: torch.dtype, head_dim: int) -> AttentionBackend | None:
+        return self if self._kernel.supports_rows(dtype, head_dim) else None
 
     def add(
         self,
@@ -293,25 +294,17 @@ class NativeCpuBackend(TorchCpuBackend):
             return self._kernel.attend(queries, pages, scale, mask, self.threads, total)
         return super().add(total, queries, pages, scale, mask)
 
-    def add_tail(
-        self,
-        total: Total | None,
-        queries: Tensor,
-        tail: PlainPages,
-        scale: float,
-        mask: Tensor | None,
-        view: TailView,
-    ) -> Total:
-        if self._kernel.supports(queries, tail):
-            return self._kernel.attend_tail(queries, tail, scale, view, self.threads, total)
-        return super().add_tail(total, queries, tail, scale, mask, view)
+    def begin_tail(
+        self, queries: Tensor, tail: PlainPages, scale: float, mask: Tensor | None, view: TailView
+    ) -> StartedTail:
+        if not self._kernel.supports(queries, tail):
+            return super().begin_tail(queries, tail, scale, mask, view)
+        return StartedTail(partial(self._kernel.attend_tail, queries, tail, scale, view, self.threads))
 
-    def add_prompt(
-        self, total: Total | None, queries: Tensor, tail: PlainPages, scale: float, view: TailView
-    ) -> Total:
-        if self._kernel.supports(queries, tail):
-            return self._kernel.attend_tail(queries, tail, scale, view, self.threads, total)
-        return super().add_prompt(total, queries, tail, scale, view)
+    def begin_prompt(self, queries: Tensor, tail: PlainPages, scale: float, view: TailView) -> StartedTail:
+        if not self._kernel.supports(queries, tail):
+            return super().begin_prompt(queries, tail, scale, view)
+        return StartedTail(partial(self._kernel.attend_tail, queries, tail, scale, view, self.threads))
 
     def add_with_mass(
         self,
@@ -324,17 +317,9 @@ class NativeCpuBackend(TorchCpuBackend):
         reference: Tensor | None,
     ) -> Total:
         kernel, chunk, every = self._kernel, pages.tokens // mass.shape[2], (sample.period, sample.step)
-        if not kernel.supports(queries, pages):
-            return super().add_with_mass(total, queries, pages, scale, sample, mass, reference)
-        if kernel.supports_mass(pages, chunk):
+        if kernel.supports(queries, pages) and kernel.supports_mass(pages, chunk):
             return kernel.attend(queries, pages, scale, None, self.threads, total, mass, reference, *every)
-        total = self.add(total, queries, pages, scale)
-        reference, at = total[1] if reference is None else reference, 0
-        for some in pages.portions():
-            part = mass[:, :, at : at + some.tokens // chunk]
-            at += some.tokens // chunk
-            self.operators.chunk_mass_(part, queries, some.keys, reference, scale, *every)
-        return total
+        return super().add_with_mass(total, queries, pages, scale, sample, mass, reference)
 
     def add_quantized(
         self, total: Total | None, queries: Tensor, layer: QuantizedLayer, scale: float, count: Tensor | None
@@ -342,130 +327,6 @@ class NativeCpuBackend(TorchCpuBackend):
         if count is not None or not self._kernel.supports_quantized(queries, layer):
             return super().add_quantized(total, queries, layer, scale, count)
         return self._kernel.attend_quantized(queries, layer, scale, self.threads, total)
-
-
-class TorchCudaBackend(_TorchBackend):
-    """torch's kernels for CUDA: flash attention for 16 bits without a mask, else the memory-efficient one."""
-
-    name = "torch-cuda"
-    operators = torch.ops.offload_rt
-    _mask_alignment = 8  # the efficient kernel reads its bias in rows of this many entries
-    _unseen: ClassVar = {torch.float16: -6e4}
-
-    def wants_reference(self, pages: KVPages) -> bool:
-        return isinstance(pages, PackedPages)  # their mass is taken while they are attended
-
-    def add(
-        self,
-        total: Total | None,
-        queries: Tensor,
-        pages: KVPages,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> Total:
-        packed = self._attended_packed(queries, pages)
-        if packed is None:
-            return super().add(total, queries, pages, scale, mask)
-        none = None, None, 1, 1
-        found = self.operators.attend_packed(queries, packed.data, packed.page_tokens, scale, *none)
-        return self.combined(total, *found)
-
-    @staticmethod
-    def _attended_packed(queries: Tensor, pages: KVPages) -> PackedPages | None:
-        """Returns pages that a kernel attends to as they are; None: they are plain, or unpacked first."""
-        few = len(pages) > 0 and queries.shape[1] <= MOST_PACKED_QUERIES
-        return pages if few and isinstance(pages, PackedPages) else None
-
-    def add_with_mass(
-        self,
-        total: Total | None,
-        queries: Tensor,
-        pages: KVPages,
-        scale: float,
-        sample: Sample,
-        mass: Tensor,
-        reference: Tensor | None,
-    ) -> Total:
-        if reference is None and len(pages) > 1 and self.wants_reference(pages):
-            raise ValueError("attention mass of packed pages needs a reference: attend to one page first")
-        packed = self._attended_packed(queries, pages)
-        if reference is None or packed is None:
-            return super().add_with_mass(total, queries, pages, scale, sample, mass, reference)
-        # Chunks that a tile does not hold as a whole are summed from parts of them.
-        chunk = pages.tokens // mass.shape[2]
-        parts = chunk // math.gcd(chunk, PACKED_TILE)
-        fine = mass if parts == 1 else mass.new_empty(*mass.shape[:2], mass.shape[2] * parts)
-        found = self.operators.attend_packed(
-            queries, packed.data, packed.page_tokens, scale, fine, reference, sample.period, sample.step
-        )
-        if parts > 1:
-            torch.sum(fine.unflatten(2, (-1, parts)), -1, out=mass)
-        return self.combined(total, *found)
-
-    def _dense(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        if mask is None and queries.dtype in _HALVES:
-            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-                queries, keys, values, 0.0, causal, False, scale=scale
-            )
-            return out, lse
-        bias = None if mask is None else mask.expand(len(keys), keys.shape[1], -1, -1)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            queries, keys, values, bias, True, 0.0, causal, scale=scale
-        )
-        return out, lse[..., : queries.shape[2]]  # the kernel pads lse to a multiple of 32
-
-    def parts(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        pages, _, tokens, _ = keys.shape
-        if mask is None or pages > 1 or tokens % MASKED_PAGE or tokens <= MASKED_PAGE:
-            return super().parts(queries, keys, values, scale, mask)
-        # The kernel gives each key head one thread block per tile of queries, and a draft has few queries:
-        # 8 to 32 blocks on a GPU of 128 multiprocessors. Splitting the keys into pages makes more blocks.
-        keys, values = (side[0].unflatten(1, (-1, MASKED_PAGE)).transpose(0, 1) for side in (keys, values))
-        mask = mask.unflatten(1, (-1, MASKED_PAGE)).transpose(0, 1)[:, None]
-        return self._dense(queries.expand(len(keys), -1, -1, -1), keys, values, scale, mask, causal=False)
-
-    def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        rows, columns = mask.shape
-        padded = -(-columns // self._mask_alignment) * self._mask_alignment
-        bias = mask.new_zeros(rows, padded, dtype=dtype)[:, :columns]
-        # Finite, because the kernel returns NaN for a page that is masked completely. The log-sum-exp of such
-        # a page is so low that it does not count when pages are merged.
-        return bias.copy_(mask.clamp(min=self._unseen.get(dtype, -1e30)))
-
-
-class FlashAttnBackend(TorchCudaBackend):
-    """The flash-attn package for 16 bits without a mask, else torch's kernels.
-
-    Raises:
-        ImportError: the package is missing, broken, or another one of that name (flash-attn-4).
-    """
-
-    name = "flash-attn"
-
-    def __init__(self) -> None:
-        from flash_attn import flash_attn_func
-
-        self._flash = flash_attn_func
-
-    def _dense(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool
-    ) -> tuple[Tensor, Tensor]:
-        if mask is not None or queries.dtype not in _HALVES:
-            return super()._dense(queries, keys, values, scale, mask, causal)
-        parts = (part.transpose(1, 2) for part in (queries, keys, values))
-        out, lse, _ = self._flash(*parts, softmax_scale=scale, causal=causal, return_attn_probs=True)
-        return out.transpose(1, 2), lse
-
-    def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        if queries.dtype not in _HALVES:
-            return super().causal(queries, keys, values, scale)
-        # flash-attn supports grouped heads.
-        out, lse = self._dense(queries[None], keys[None], values[None], scale, None, causal=True)
-        return out[0], lse[0]
 
 
 def choose_backend(device: torch.device, threads: int | None = None) -> AttentionBackend:
@@ -477,96 +338,15 @@ def choose_backend(device: torch.device, threads: int | None = None) -> Attentio
     if device.type == "cpu":
         kernel = load_kernel()
         return TorchCpuBackend(threads) if kernel is None else NativeCpuBackend(kernel, threads)
-    return _cuda_backend(device)
+    from offload_rt.attention.cuda_backends import cuda_backend  # which extends this module
+
+    return cuda_backend(device)
 
 
 def cpu_share_backend(device: torch.device) -> AttentionBackend:
     """Returns the CPU backend for a range of KV that the CPU attends on behalf of `device`."""
     threads = None if device.type == "cpu" else max(1, torch.get_num_threads() - RESERVED_CORES)
     return choose_backend(torch.device("cpu"), threads)
-
-
-_CHECKED: dict[tuple[KVLayout, int] | None, str | None] = {}
-"""Reasons why Triton kernels do not run, by the KV that they were checked for; None: they do."""
-
-
-def use_triton(layout: KVLayout | None = None, group: int = 1) -> str | None:
-    """Registers the Triton kernels as the operators of CUDA devices; returns the reason if that fails.
-
-    The kernels are first compiled and compared with the plain form on the current device: an old compiler or
-    driver must not cost a generation. Once they have failed for one model, they serve none.
-
-    Args:
-        layout, group: of a model's KV, and its query heads for each KV head; None: whatever the kernels were
-            checked for, or small sizes.
-    """
-    shape = None if layout is None else (layout, group)
-    if shape not in _CHECKED and not (shape is None and _CHECKED):
-        _CHECKED[shape] = _check_triton(() if shape is None else shape)
-    return next((reason for reason in _CHECKED.values() if reason is not None), None)
-
-
-def _check_triton(shape: tuple[KVLayout, int] | tuple[()]) -> str | None:
-    try:
-        from offload_rt.kernels import triton_operators
-
-        triton_operators.check(TorchCudaBackend().parts, *shape)
-    except Exception as error:  # Triton raises errors of many kinds, and some of the C compiler's
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    _register_triton()
-    return None
-
-
-@cache
-def _register_triton() -> None:
-    from offload_rt.kernels import triton_operators
-
-    for name in operators.NAMES:
-        kernel, plain = getattr(triton_operators, name), getattr(operators, name)
-        operators.LIBRARY.impl(name, partial(_run_checked, kernel, plain), "CUDA")
-
-
-def _run_checked(kernel: Callable[..., Any], plain: Callable[..., Any], *given: Any) -> Any:
-    """Runs a kernel, or its plain form where a later check has failed."""
-    return (plain if use_triton() else kernel)(*given)
-
-
-@cache
-def _cuda_backend(device: torch.device) -> AttentionBackend:
-    use_triton()
-    torch_backend = TorchCudaBackend()
-    try:
-        flash = FlashAttnBackend()
-    except (ImportError, OSError):
-        return torch_backend
-    return preferred(torch_backend, flash, partial(_decoding_ms, device=device))
-
-
-def preferred(
-    torch_backend: AttentionBackend, flash: AttentionBackend, ms: Callable[[AttentionBackend], float]
-) -> AttentionBackend:
-    """Returns flash-attn if it is clearly faster on this GPU, else torch's op, which supports every GPU."""
-    try:
-        flash_ms = ms(flash)
-    except RuntimeError:  # built for other GPUs
-        return torch_backend
-    return flash if flash_ms < MAX_TIME_RATIO * ms(torch_backend) else torch_backend
-
-
-def _decoding_ms(backend: AttentionBackend, device: torch.device) -> float:
-    """Returns the ms of a verification's attention: 17 queries over a segment of 16 pages."""
-    queries = torch.randn(32, 17, 128, dtype=torch.float16, device=device)
-    keys = torch.randn(16, 32, 256, 128, dtype=torch.float16, device=device)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times: list[float] = []
-    stream = torch.cuda.current_stream(device)
-    for _ in range(10):
-        start.record(stream)
-        backend.parts(queries, keys, keys, 128**-0.5, None)
-        end.record(stream)
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times)
 
 
 def fold(queries: Tensor, kv_heads: int) -> Tensor:

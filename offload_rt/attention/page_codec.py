@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv.packed import PackedShape, PageCodec
-from offload_rt.attention.backends import use_triton
+from offload_rt.attention.cuda_backends import use_triton
 from offload_rt.kernels.native import Kernel, load_kernel
 
 
@@ -20,10 +20,10 @@ class MachineCodec(PageCodec):
 
     def encode(self, shape: PackedShape, pages: Tensor) -> Tensor:
         if pages.is_cuda and use_triton() is None:
-            from offload_rt.kernels import triton_pages  # Triton is not in every installation
+            from offload_rt.kernels import triton_packing  # Triton is not in every installation
 
             with torch.cuda.device(pages.device):
-                return triton_pages.encode(shape, pages)
+                return triton_packing.encode(shape, pages)
         if self._kernel is None or pages.device.type != "cpu":
             return super().encode(shape, pages)
         packed = pages.new_empty(len(pages), shape.nbytes, dtype=torch.uint8)
@@ -32,10 +32,10 @@ class MachineCodec(PageCodec):
 
     def decode(self, shape: PackedShape, packed: Tensor, out: Tensor, first_side: int = 0) -> None:
         if packed.is_cuda and packed.is_contiguous() and out.is_contiguous() and use_triton() is None:
-            from offload_rt.kernels import triton_pages  # Triton is not in every installation
+            from offload_rt.kernels import triton_packing  # Triton is not in every installation
 
             with torch.cuda.device(packed.device):
-                triton_pages.decode(shape, packed, out, first_side)
+                triton_packing.decode(shape, packed, out, first_side)
             return None
         if self._kernel is None or packed.device.type != "cpu" or not out.is_contiguous():
             return super().decode(shape, packed, out, first_side)
@@ -57,10 +57,10 @@ class MachineCodec(PageCodec):
         out: Tensor,
     ) -> None:
         if packed.is_cuda and packed.is_contiguous() and out.is_contiguous() and use_triton() is None:
-            from offload_rt.kernels import triton_pages  # Triton is not in every installation
+            from offload_rt.kernels import triton_packing  # Triton is not in every installation
 
             with torch.cuda.device(packed.device):
-                triton_pages.take(shape, packed, side, page, head, token, out)
+                triton_packing.take(shape, packed, side, page, head, token, out)
             return None
         if self._kernel is None or out.device.type != "cpu":
             return super().take(shape, packed, side, page, head, token, out)

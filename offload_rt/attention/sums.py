@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVPages, PlainPages
-from offload_rt.attention.backends import AttentionBackend, Total, fold, unfold
+from offload_rt.attention.backends import AttentionBackend, StartedTail, Total, fold, unfold
 from offload_rt.attention.mass import MassRange, Sample
 from offload_rt.kernels.quantized import QuantizedLayer
 from offload_rt.kernels.tail import TailView
@@ -62,6 +62,7 @@ class AttentionSum:
         self._scale = scale
         self._chunk = chunk
         self._total: Total | None = None
+        self._tail: StartedTail | None = None
 
     @property
     def lse(self) -> Tensor | None:
@@ -75,13 +76,18 @@ class AttentionSum:
         """
         self._total = self._backend.add(self._total, self._queries, pages, self._scale, mask)
 
-    def attend_tail(self, tail: PlainPages, mask: Tensor | None, view: TailView) -> None:
-        """Adds attention over a tail; see `AttentionBackend.add_tail`."""
-        self._total = self._backend.add_tail(self._total, self._queries, tail, self._scale, mask, view)
+    def begin_tail(self, tail: PlainPages, mask: Tensor | None, view: TailView) -> None:
+        """Starts attention over a tail, which `end_tail` adds; see `AttentionBackend.begin_tail`."""
+        self._tail = self._backend.begin_tail(self._queries, tail, self._scale, mask, view)
 
-    def attend_prompt(self, tail: PlainPages, view: TailView) -> None:
-        """Adds attention over a tail for many queries in order; see `AttentionBackend.add_prompt`."""
-        self._total = self._backend.add_prompt(self._total, self._queries, tail, self._scale, view)
+    def begin_prompt(self, tail: PlainPages, view: TailView) -> None:
+        """Does `begin_tail` for many queries in order; see `AttentionBackend.begin_prompt`."""
+        self._tail = self._backend.begin_prompt(self._queries, tail, self._scale, view)
+
+    def end_tail(self) -> None:
+        """Adds the tail, behind all other segments, as in the sequence."""
+        assert self._tail is not None
+        self._total = self._tail.add(self._total)
 
     def attend_quantized(self, layer: QuantizedLayer, count: Tensor | None = None) -> None:
         """Adds attention over the first `count` tokens of quantised keys and values; None: all of them."""
@@ -93,7 +99,10 @@ class AttentionSum:
             sampled = self._queries.shape[1] // self.sample.period * self.sample.count
             shape = (len(self._queries), sampled, (end - start) // self._chunk)
             mass = torch.empty(shape, device=self._queries.device)
-            self.mass.append(MassRange(start // self._chunk, self._chunk, mass, self.lse))
+            reference = self.lse
+            if reference is None and self._tail is not None:
+                reference = self._tail.reference
+            self.mass.append(MassRange(start // self._chunk, self._chunk, mass, reference))
 
     def attend_tracked(self, pages: KVPages) -> None:
         """Adds attention over the next segment of the range."""

@@ -53,8 +53,6 @@ class FullCache:
         resident: the tier of the first tokens.
         remote: those of the next ones.
         tail: the newest tokens.
-        tail_first: the tail is attended first, as a GPU waits for the stream meanwhile. On a CPU it comes
-            last, as in the sequence.
     """
 
     def __init__(
@@ -73,6 +71,7 @@ class FullCache:
         self.layout = layout = transfer.sequence.layout
         self.layers = transfer.layers
         self.backend = backend
+        self._verifying = backend.by_query(layout.dtype, layout.head_dim) or backend
         self.derived: list[DerivedCache] = []
         self.speculative = SpeculativeTokens()
         self.scale = layout.head_dim**-0.5
@@ -80,7 +79,6 @@ class FullCache:
         self.paged = bool(kinds.full) or not kinds.local
         self.tail = Tail(layout, transfer.link.device)
         self.device = self.tail.buffer.memory.device
-        self.tail_first = self.device.type == "cuda"
         self._points = RewindPoints(self.local, self.device)
         self.resident = ResidentTier(transfer, resident_tokens, packed=packed)
         self._streamed = StreamedTier(transfer)
@@ -167,16 +165,13 @@ class FullCache:
             started.append(tier.start(layer, queries, runs, softmax.scale, self._mass_chunk))
         self._report_mass()
         self._show_remote_segments(layer)
-        total = AttentionSum(self.backend, queries, len(keys), softmax.scale, self._mass_chunk)
-        tail = *self._tail_attention.put(layer, queries, keys, values), self._tail_view
-        if self.tail_first:
-            total.attend_tail(*tail)
+        total = AttentionSum(self._verifying, queries, len(keys), softmax.scale, self._mass_chunk)
+        total.begin_tail(*self._tail_attention.put(layer, queries, keys, values), self._tail_view)
         if self._followers:
             self._on_segment(layer, self.tail.start, [self.tail.committed(layer)])
         for (tier, start, stop), one in zip(self._ranges, started, strict=True):
             tier.add_to(total, layer, start, stop, one, self._on_segment)
-        if not self.tail_first:
-            total.attend_tail(*tail)
+        total.end_tail()
         self._unreported = layer, total
         if not self._ranges[-1].tier.remote or layer == self.layout.layers - 1:
             self._report_mass()

@@ -172,7 +172,8 @@ class GpuAttention(RemoteAttention):
         super().__init__(tier.tokens, f"{device}")
         self.transfer = transfer
         self._timeline = timeline
-        self._backend = choose_backend(device)
+        layout, backend = transfer.sequence.layout, choose_backend(device)
+        self._backend = backend.by_query(layout.dtype, layout.head_dim) or backend
         self._resident = ResidentTier(transfer, tier.resident_tokens, packed=packed)
         self._passes: deque[tuple[int, int, Future[LayerStream]]] = deque()  # resident start, stop; stream
         self._home = home

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
-from offload_rt.attention.backends import choose_backend, use_triton
+from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.cuda_backends import use_triton
 from offload_rt.attention.page_codec import machine_codec
 from offload_rt.caches.sizes import Tiers, stored_layout
 from offload_rt.config.schema import Config

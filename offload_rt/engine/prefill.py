@@ -137,10 +137,8 @@ class PromptAttention:
         if self._kv_alone:
             return torch.zeros_like(queries)
         total = AttentionSum(cache.backend, queries, len(keys), softmax.scale)
-        if cache.tail_first:
-            total.attend_prompt(tail, view)
+        total.begin_prompt(tail, view)
         for segment in earlier:
             total.attend(segment)
-        if not cache.tail_first:
-            total.attend_prompt(tail, view)
+        total.end_tail()
         return total.result(softmax.sinks)

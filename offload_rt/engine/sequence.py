@@ -295,7 +295,7 @@ class TokenSequence:
         target = self.target
         if target.differs_by is not None:
             return target.differs_by
-        if not self.full.backend.by_query(target.dtype, target.head_dim):
+        if self.full.backend.by_query(target.dtype, target.head_dim) is None:
             return f"attention to heads of {target.head_dim} entries, which runs in torch"
         return "attention that several devices share" if self.full.remote else None
 

@@ -91,24 +91,6 @@ def chunk_mass_(
         torch.sum(clamped_exp(scores).unflatten(-1, (chunks, -1)).float(), -1, out=out)
 
 
-def combine_with_mass_(
-    mass: Tensor,
-    parts: Tensor,
-    lses: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    reference: Tensor,
-    scale: float,
-    period: int,
-    step: int,
-) -> tuple[Tensor, Tensor]:
-    """Does `combine` and `chunk_mass_` for one segment; as independent work they fit one kernel."""
-    chunk_mass_(mass, queries, keys, reference, scale, period, step)
-    return combine(parts, lses, out, lse)
-
-
 def add_mass_(
     scores: Tensor,
     mass: Tensor,
@@ -162,6 +144,34 @@ def attend_quantized(
     return (weights.to(values.dtype) @ values)[None], lse[None]
 
 
+def attend_pages(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    mass: Tensor | None,
+    reference: Tensor | None,
+    period: int,
+    step: int,
+) -> tuple[Tensor, Tensor]:
+    """Computes attention over pages, each by itself, in parts for `combine` to merge.
+
+    Args:
+        queries: `[kv_heads, folded_query, head_dim]`.
+        keys, values: `[pages, kv_heads, tokens, head_dim]`.
+        mass, reference, period, step: see `chunk_mass_`; without a mass the others do not count.
+
+    Returns:
+        `[pages, kv_heads, folded_query, head_dim]` in the dtype of the queries, and their log-sum-exp
+        `[pages, kv_heads, folded_query]`. The kernel gives a query the same bits whatever the others are.
+    """
+    if mass is not None and reference is not None:
+        chunk_mass_(mass, queries, keys, reference, scale, period, step)
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    scores = scale * (queries.to(wide) @ keys.to(wide).mT)
+    return (scores.softmax(-1) @ values.to(wide)).to(queries.dtype), scores.logsumexp(-1)
+
+
 def attend_packed(
     queries: Tensor,
     packed: Tensor,
@@ -172,16 +182,11 @@ def attend_packed(
     period: int,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention over packed pages, in parts for `combine` to merge.
+    """Does `attend_pages` over packed pages.
 
     Args:
-        queries: `[kv_heads, folded_query, head_dim]`.
         packed: uint8 `[pages, nbytes]`, see `cpu_kv.packed`.
         page_size: in tokens.
-        mass, reference, period, step: see `chunk_mass_`; without a mass the others do not count.
-
-    Returns:
-        As `AttentionBackend.parts`.
     """
     heads, rows, dim = queries.shape
     shape = PackedShape(heads, page_size, dim)
@@ -195,13 +200,56 @@ def attend_packed(
         pages = queries.new_empty(len(some), 2, heads, page_size, dim, dtype=torch.bfloat16)
         PageCodec().decode(shape, some, pages)
         keys, values = pages.to(wide).transpose(0, 1)
-        if mass is not None and reference is not None:
-            part = mass[:, :, first * chunks : (first + len(some)) * chunks]
-            chunk_mass_(part, queries.to(wide), keys, reference, scale, period, step)
-        scores = scale * (queries.to(wide) @ keys.mT)
-        lse[first : first + most] = scores.logsumexp(-1)
-        out[first : first + most] = scores.softmax(-1) @ values
+        part = None if mass is None else mass[:, :, first * chunks : (first + len(some)) * chunks]
+        found = attend_pages(queries.to(wide), keys, values, scale, part, reference, period, step)
+        out[first : first + most], lse[first : first + most] = found
     return out, lse
+
+
+def attend_tail(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_size: int,
+    count: int,
+    shared: int,
+    paths: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Computes attention over a tail, page by page as if each query's tokens were next to each other.
+
+    Args:
+        queries: `[kv_heads, folded_query, head_dim]`.
+        keys, values: `[kv_heads, tokens, head_dim]`.
+        page_size: in tokens.
+        count: number of queries before folding.
+        shared, paths, lengths: see `TailView`; `paths` and `lengths` on the device.
+
+    Returns:
+        As `attend_pages`: where a query sees no token of a page, zeros and the log-sum-exp -inf.
+    """
+    if paths is None or lengths is None:
+        tokens = torch.arange(shared + count, device=keys.device)
+        places, seen = tokens.expand(count, -1), tokens < shared + 1 + tokens[:count, None]
+    else:
+        first = torch.arange(shared, dtype=paths.dtype, device=paths.device).expand(count, -1)
+        places = torch.cat([first, paths], 1)
+        seen = torch.arange(places.shape[1], device=lengths.device) < lengths[:, None]
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    pages = -(-places.shape[1] // page_size)
+    padding = pages * page_size - places.shape[1]
+    # A gap behind the last token, in which nothing is seen.
+    places, seen = (torch.nn.functional.pad(one, (0, padding)) for one in (places, seen))
+    own_keys, own_values = (side[:, places.long()].to(wide) for side in (keys, values))
+    asking = queries.to(wide).unflatten(1, (-1, count)).transpose(1, 2)  # [kv_heads, count, group, head_dim]
+    scores = (scale * (asking @ own_keys.mT)).masked_fill(~seen[None, :, None], -torch.inf)
+    scores = scores.unflatten(-1, (pages, page_size)).movedim(3, 0)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().nan_to_num(nan=0.0)
+    out = weights @ own_values.unflatten(2, (pages, page_size)).movedim(2, 0)
+    folded = out.transpose(2, 3).flatten(2, 3).to(queries.dtype)
+    return folded, lse.transpose(2, 3).flatten(2, 3).contiguous()
 
 
 def quantize_(
@@ -261,10 +309,12 @@ _SCHEMAS: dict[Callable[..., Any], str] = {
     combine: "(Tensor parts, Tensor lses, Tensor? out, Tensor? lse) -> (Tensor, Tensor)",
     chunk_mass_: "(Tensor(a!) mass, Tensor queries, Tensor keys, Tensor reference, float scale,"
     " int period, int step) -> ()",
-    combine_with_mass_: "(Tensor(a!) mass, Tensor parts, Tensor lses, Tensor out, Tensor lse,"
-    " Tensor queries, Tensor keys, Tensor reference, float scale, int period, int step) -> (Tensor, Tensor)",
     attend_quantized: "(Tensor queries, Tensor key_codes, Tensor key_ranges, Tensor value_codes,"
     " Tensor value_ranges, Tensor? count, float scale) -> (Tensor, Tensor)",
+    attend_pages: "(Tensor queries, Tensor keys, Tensor values, float scale, Tensor(a!)? mass,"
+    " Tensor? reference, int period, int step) -> (Tensor, Tensor)",
+    attend_tail: "(Tensor queries, Tensor keys, Tensor values, int page_size, int count, int shared,"
+    " Tensor? paths, Tensor? lengths, float scale) -> (Tensor, Tensor)",
     attend_packed: "(Tensor queries, Tensor packed, int page_size, float scale, Tensor(a!)? mass,"
     " Tensor? reference, int period, int step) -> (Tensor, Tensor)",
     quantize_: "(Tensor keys, Tensor values, Tensor(a!) key_codes, Tensor(b!) key_ranges,"

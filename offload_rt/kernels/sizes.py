@@ -13,8 +13,10 @@ MASKED_PAGE = 128
 MOST_PACKED_QUERIES = 256
 """Most queries of a KV head for which a GPU unpacks pages in registers, for each tile of queries anew. For
 more queries, pages are unpacked once."""
-PACKED_TILE = 16
-"""Tokens of a page that are unpacked in registers at a time."""
+TILE = 16
+"""Tokens of a page that a program attends to at a time on a GPU."""
+_TILE_ROWS = {128: 64, 256: 32}
+_FEWEST_ROWS = 16  # of a matrix product on tensor cores
 
 SAMPLED_QUERIES = 4
 """Queries sampled per pass and head for attention mass. More choose no better chunks, and each costs its
@@ -22,6 +24,11 @@ sums."""
 
 GROUP = 32
 """Tokens whose quantised keys share a zero and a step for each channel."""
+
+
+def tile_rows(head_dim: int) -> int:
+    """Returns the rows of queries that a program has on a GPU, be there few or many: more would spill."""
+    return next((rows for widest, rows in _TILE_ROWS.items() if head_dim <= widest), _FEWEST_ROWS)
 
 
 class QuantizedSize(NamedTuple):

@@ -16,7 +16,7 @@ class TailView:
         count: number of queries.
         shared: number of committed tokens, which every query sees.
         paths: the rows behind these that each query sees, in the order of the sequence, `[queries, longest]`
-            int32; None: each sees all up to itself.
+            int32 on the device; None: each sees all up to itself.
         lengths: number of tokens that each query sees, shared ones included, `[queries]` int32.
     """
 

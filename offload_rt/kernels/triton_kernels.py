@@ -1,7 +1,7 @@
 """Triton kernels for merging partial attention and for attention mass; `triton_operators.py` launches them.
 
-A launch of `_segment` may do both for one segment: its first programs merge a row each, the others take the
-mass of a block of keys each. Folded rows, sampled queries and chunks are those of `operators.py`.
+A program of `_combine` merges a row, one of `_chunk_mass` takes the mass of a block of keys. Folded rows,
+sampled queries and chunks are those of `operators.py`.
 
 `_quantized` attends to keys and values of 8 or 4 bits: a program takes a tile of queries of a key head over
 some consecutive groups of tokens. It goes through the two halves of the dimensions apart: they share bytes.
@@ -22,8 +22,9 @@ from offload_rt.kernels import operators, quantized
 # Values that change from pass to pass. Triton would compile a kernel for each that is 1 or divisible by 16.
 VARIES = ["pages", "queries", "rows", "period", "step", "offset", "sampled", "sampled_rows", "folded"]
 VARIES += ["tokens", "groups_each"]
-VARIES += ["blocks", "all_blocks", "chunks", "score_stride", "mass_head_stride", "mass_row_stride"]
+VARIES += ["blocks", "chunks", "score_stride", "mass_head_stride", "mass_row_stride"]
 MAX_EXPONENT: Any = tl.constexpr(operators.MAX_EXPONENT)
+AT_A_TIME: Any = tl.constexpr(4)
 MIN_ROWS = 16  # of a matrix product on tensor cores
 SLACK: Any = tl.constexpr(quantized.SLACK)
 SMALLEST_STEP: Any = tl.constexpr(float(torch.finfo(torch.bfloat16).tiny))
@@ -32,46 +33,59 @@ TO_WHOLE: Any = tl.constexpr(1.5 * 2.0**23)  # added and taken off, it rounds a 
 
 # fmt: off
 @triton.jit
-def _combine_row(
-    row, parts, lses, out, lse, new_out, new_lse, pages, queries, rows, dim,
+def _with_part(summed, total, part, lse):
+    """Adds attention over a part, and its log-sum-exp, to a sum; -inf: it does not count."""
+    higher, lower = tl.maximum(total, lse), tl.minimum(total, lse)
+    counts = lse > float("-inf")
+    share = tl.where(counts, 1.0 / (1.0 + tl.exp(total - lse)), 0.0)
+    joined = tl.where(counts, higher + tl.log(1.0 + tl.exp(lower - higher)), total)
+    return summed + share * (part - summed), joined
+
+
+@triton.jit(do_not_specialize=VARIES)
+def _combine(
+    parts, lses, out, lse, new_out, new_lse, pages, queries, rows, dim,
     page_stride, head_stride, row_stride,
-    HAS_SUM: tl.constexpr, PAGES: tl.constexpr, DIM: tl.constexpr,
+    HAS_SUM: tl.constexpr, DIM: tl.constexpr,
 ):
-    parts += (row // queries) * head_stride + (row % queries) * row_stride
-    page, column = tl.arange(0, PAGES), tl.arange(0, DIM)
-    peak = tl.full([], float("-inf"), tl.float32)
+    row, column = tl.program_id(0), tl.arange(0, DIM)
+    seen = column < dim
+    parts += (row // queries) * head_stride + (row % queries) * row_stride + column
+    summed, total = tl.zeros([DIM], dtype=tl.float32), tl.full([], float("-inf"), tl.float32)
     if HAS_SUM:
-        peak = tl.load(lse + row)
-    for start in range(0, pages, PAGES):
-        each = tl.load(lses + (start + page) * rows + row, mask=start + page < pages, other=float("-inf"))
-        peak = tl.maximum(peak, tl.max(each, 0))
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
-    total = tl.full([], 0.0, tl.float32)
-    summed = tl.zeros([DIM], dtype=tl.float32)
-    if HAS_SUM:
-        total = tl.exp(tl.load(lse + row) - shift)
-        summed = tl.load(out + row * dim + column, mask=column < dim, other=0.0) * total
-    for start in range(0, pages, PAGES):
-        valid = start + page < pages
-        each = tl.load(lses + (start + page) * rows + row, mask=valid, other=float("-inf"))
-        weights = tl.exp(each - shift)
-        place = (start + page).to(tl.int64)[:, None] * page_stride + column[None, :]
-        values = tl.load(parts + place, mask=valid[:, None] & (column < dim)[None, :], other=0.0)
-        summed += tl.sum(values.to(tl.float32) * weights[:, None], 0)
-        total += tl.sum(weights, 0)
-    whole = tl.where(total == 0.0, 1.0, total)
-    tl.store(new_out + row * dim + column, summed / whole, mask=column < dim)
-    tl.store(new_lse + row, tl.where(total == 0.0, float("-inf"), shift + tl.log(whole)))
+        summed, total = tl.load(out + row * dim + column, mask=seen, other=0.0), tl.load(lse + row)
+    # In order, one after the other: a sum has the same bits however the pages are grouped in calls.
+    for page in range(0, pages, AT_A_TIME):
+        # All of them are loaded before the first one is added.
+        first, first_lse = _part(parts, lses, page, pages, row, rows, page_stride, seen)
+        second, second_lse = _part(parts, lses, page + 1, pages, row, rows, page_stride, seen)
+        third, third_lse = _part(parts, lses, page + 2, pages, row, rows, page_stride, seen)
+        fourth, fourth_lse = _part(parts, lses, page + 3, pages, row, rows, page_stride, seen)
+        summed, total = _with_part(summed, total, first, first_lse)
+        summed, total = _with_part(summed, total, second, second_lse)
+        summed, total = _with_part(summed, total, third, third_lse)
+        summed, total = _with_part(summed, total, fourth, fourth_lse)
+    tl.store(new_out + row * dim + column, summed, mask=seen)
+    tl.store(new_lse + row, total)
 
 
 @triton.jit
-def _mass_block(
-    block, head, mass, asking, keys, reference, scale,
-    period, step, offset, sampled, rows, folded, dim, blocks,
+def _part(parts, lses, page, pages, row, rows, page_stride, seen):
+    """Loads a row of a part and its log-sum-exp; behind the last part, -inf."""
+    there = page < pages
+    part = tl.load(parts + tl.cast(page, tl.int64) * page_stride, mask=seen & there, other=0.0)
+    return part.to(tl.float32), tl.load(lses + page * rows + row, mask=there, other=float("-inf"))
+
+
+@triton.jit(do_not_specialize=VARIES, do_not_specialize_on_alignment=["mass"])
+def _chunk_mass(
+    mass, asking, keys, reference, scale, dim,
+    period, step, offset, sampled, rows, folded, blocks,
     mass_head_stride, mass_row_stride, query_head_stride, query_row_stride,
     key_page_stride, key_head_stride, key_row_stride,
     ROWS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
 ):
+    block, head = tl.program_id(0), tl.program_id(1)
     row, column, token = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, TOKENS)
     # Of every `period` folded queries each `step`th one, the last one among them.
     query = (row // sampled) * period + offset + (row % sampled) * step
@@ -89,37 +103,6 @@ def _mass_block(
     chunk = block * (TOKENS // CHUNK) + tl.arange(0, TOKENS // CHUNK)
     mass += head * mass_head_stride + row[:, None] * mass_row_stride + chunk[None, :]
     tl.store(mass, summed, mask=(row < rows)[:, None])
-
-
-@triton.jit(do_not_specialize=VARIES, do_not_specialize_on_alignment=["mass"])
-def _segment(
-    # for merging
-    parts, lses, out, lse, new_out, new_lse, pages, queries, rows, dim,
-    page_stride, head_stride, row_stride,
-    # for attention mass
-    mass, asking, keys, reference, scale,
-    period, step, offset, sampled, sampled_rows, folded, blocks, all_blocks,
-    mass_head_stride, mass_row_stride, query_head_stride, query_row_stride,
-    key_page_stride, key_head_stride, key_row_stride,
-    COMBINES: tl.constexpr, MASS: tl.constexpr, HAS_SUM: tl.constexpr,
-    PAGES: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
-):
-    number = tl.program_id(0)
-    if COMBINES:
-        if number < rows:
-            _combine_row(
-                number, parts, lses, out, lse, new_out, new_lse, pages, queries, rows, dim,
-                page_stride, head_stride, row_stride, HAS_SUM, PAGES, DIM,
-            )
-    if MASS:
-        if number >= rows:
-            _mass_block(
-                (number - rows) % all_blocks, (number - rows) // all_blocks,
-                mass, asking, keys, reference, scale,
-                period, step, offset, sampled, sampled_rows, folded, dim, blocks,
-                mass_head_stride, mass_row_stride, query_head_stride, query_row_stride,
-                key_page_stride, key_head_stride, key_row_stride, ROWS, DIM, TOKENS, CHUNK,
-            )
 
 
 @triton.jit(do_not_specialize=VARIES, do_not_specialize_on_alignment=["mass", "scores"])

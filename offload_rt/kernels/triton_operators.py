@@ -18,49 +18,42 @@ from torch import Tensor
 
 from cpu_kv import KVLayout
 from cpu_kv.packed import PackedShape, PageCodec
-from offload_rt.kernels import operators, triton_pages
+from offload_rt.kernels import operators, triton_packing, triton_pages
 from offload_rt.kernels.quantized import SPARE_RANGE, QuantizedKV, QuantizedLayer
-from offload_rt.kernels.sizes import GROUP, PACKED_TILE
+from offload_rt.kernels.sizes import GROUP, TILE
 from offload_rt.kernels.triton_kernels import (
     MIN_ROWS,
     _add_mass,
+    _chunk_mass,
+    _combine,
     _quantize,
     _quantize_chunks,
     _quantized,
-    _segment,
 )
 
-PAGES_AT_A_TIME = 16
 TOKENS_AT_A_TIME = 64
 CHUNKS_AT_A_TIME = 1024
 GROUPS_AT_A_TIME = 8
 MOST_ROWS = 64
 MOST_QUERY_BYTES = 16 * 1024  # of the queries of one program: more spill registers
 
-_NO_MASS = {"ROWS": MIN_ROWS, "TOKENS": TOKENS_AT_A_TIME, "CHUNK": 1}
-
 
 def combine(
     parts: Tensor, lses: Tensor, out: Tensor | None = None, lse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `operators.combine`."""
-    if not _can_combine(parts, lses):
+    """See `operators.combine`. Adds them one after the other: their grouping in calls changes no bit."""
+    if parts.stride(-1) != 1 or lses.dtype != torch.float32:
         return operators.combine(parts, lses, out, lse)
     pages, heads, queries, dim = parts.shape
     new_out = torch.empty(heads, queries, dim, dtype=torch.float32, device=parts.device)
     new_lse = torch.empty(heads, queries, dtype=torch.float32, device=parts.device)
     before = (new_out, new_lse) if out is None or lse is None else (out.contiguous(), lse.contiguous())
     with _on_device_of(parts):
-        _segment[(heads * queries,)](
+        _combine[(heads * queries,)](
             *(parts, lses.contiguous(), *before, new_out, new_lse),
             *(pages, queries, heads * queries, dim, *parts.stride()[:3]),
-            *(new_out, new_out, new_out, new_out, 1.0, *([1] * 15)),
-            COMBINES=True,
-            MASS=False,
             HAS_SUM=out is not None,
             DIM=triton.next_power_of_2(dim),
-            PAGES=PAGES_AT_A_TIME,
-            **_NO_MASS,
         )
     return new_out, new_lse
 
@@ -72,57 +65,20 @@ def chunk_mass_(
     block = _block_tokens(mass, queries, keys, reference)
     if not block:
         return operators.chunk_mass_(mass, queries, keys, reference, scale, period, step)
-    arguments, sizes, programs = _mass_arguments(mass, queries, keys, reference, scale, period, step, block)
+    pages, heads, tokens, dim = keys.shape
+    folded, sampled = queries.shape[1], -(-period // step)
+    rows, blocks = folded // period * sampled, tokens // block
     with _on_device_of(mass):
-        _segment[(programs,)](
-            *([mass] * 6),
-            *(0, 1, 0, keys.shape[3], 1, 1, 1),
-            *arguments,
-            COMBINES=False,
-            MASS=True,
-            HAS_SUM=False,
-            PAGES=PAGES_AT_A_TIME,
-            DIM=triton.next_power_of_2(keys.shape[3]),
-            **sizes,
+        _chunk_mass[(pages * blocks, heads)](
+            *(mass, queries, keys, reference, scale, dim),
+            *(period, step, (period - 1) % step, sampled, rows, folded, blocks),
+            *(*mass.stride()[:2], *queries.stride()[:2], *keys.stride()[:3]),
+            ROWS=max(MIN_ROWS, triton.next_power_of_2(rows)),
+            DIM=triton.next_power_of_2(dim),
+            TOKENS=block,
+            CHUNK=pages * tokens // mass.shape[2],
         )
     return None
-
-
-def combine_with_mass_(
-    mass: Tensor,
-    parts: Tensor,
-    lses: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    reference: Tensor,
-    scale: float,
-    period: int,
-    step: int,
-) -> tuple[Tensor, Tensor]:
-    """See `operators.combine_with_mass_`."""
-    block = _block_tokens(mass, queries, keys, reference)
-    if not (block and _can_combine(parts, lses)):
-        chunk_mass_(mass, queries, keys, reference, scale, period, step)
-        return combine(parts, lses, out, lse)
-    arguments, sizes, programs = _mass_arguments(mass, queries, keys, reference, scale, period, step, block)
-    pages, heads, folded, dim = parts.shape
-    out, lse = out.contiguous(), lse.contiguous()
-    new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
-    with _on_device_of(mass):
-        _segment[(heads * folded + programs,)](
-            *(parts, lses.contiguous(), out, lse, new_out, new_lse, pages, folded, heads * folded, dim),
-            *parts.stride()[:3],
-            *arguments,
-            COMBINES=True,
-            MASS=True,
-            HAS_SUM=True,
-            PAGES=PAGES_AT_A_TIME,
-            DIM=triton.next_power_of_2(dim),
-            **sizes,
-        )
-    return new_out, new_lse
 
 
 def add_mass_(
@@ -190,6 +146,25 @@ def attend_quantized(
     return out, lse
 
 
+def attend_pages(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    mass: Tensor | None,
+    reference: Tensor | None,
+    period: int,
+    step: int,
+) -> tuple[Tensor, Tensor]:
+    """See `operators.attend_pages`."""
+    given = queries, keys, values, scale, mass, reference, period, step
+    tokens = len(keys) * keys.shape[2]
+    if not (triton_pages.attends(*given[:3]) and triton_pages.takes_mass(tokens, mass, reference)):
+        return operators.attend_pages(*given)
+    with _on_device_of(queries):
+        return triton_pages.attend_pages(*given)
+
+
 def attend_packed(
     queries: Tensor,
     packed: Tensor,
@@ -202,10 +177,31 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor]:
     """See `operators.attend_packed`."""
     shape = PackedShape(len(queries), page_size, queries.shape[2])
-    if not triton_pages.attends(shape, queries, packed, mass, reference):
-        return operators.attend_packed(queries, packed, page_size, scale, mass, reference, period, step)
+    others = scale, mass, reference, period, step
+    takes = triton_pages.takes_mass(len(packed) * page_size, mass, reference)
+    if not (takes and triton_pages.attends_packed(queries, packed)):
+        return operators.attend_packed(queries, packed, page_size, *others)
     with _on_device_of(queries):
-        return triton_pages.attend(shape, queries, packed, scale, mass, reference, period, step)
+        return triton_pages.attend_packed(shape, queries, packed, *others)
+
+
+def attend_tail(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_size: int,
+    count: int,
+    shared: int,
+    paths: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See `operators.attend_tail`."""
+    given = queries, keys, values, page_size, count, shared, paths, lengths, scale
+    if not triton_pages.attends(queries, keys, values, paths, lengths):
+        return operators.attend_tail(*given)
+    with _on_device_of(queries):
+        return triton_pages.attend_tail(*given)
 
 
 def quantize_(
@@ -268,11 +264,6 @@ def _takes(layer: QuantizedLayer, *rows: Tensor) -> bool:
     return ranges and within and all(one.shape[-1] % 2 == 0 and one.dtype != torch.float64 for one in rows)
 
 
-def _can_combine(parts: Tensor, lses: Tensor) -> bool:
-    """Returns whether the kernel supports these strides and dtypes."""
-    return parts.stride(-1) == 1 and lses.dtype == torch.float32
-
-
 def _block_tokens(mass: Tensor, queries: Tensor, keys: Tensor, reference: Tensor) -> int:
     """Returns how many keys one program takes the mass of; 0 if the kernel does not support the tensors."""
     pages, _, tokens, dim = keys.shape
@@ -281,29 +272,6 @@ def _block_tokens(mass: Tensor, queries: Tensor, keys: Tensor, reference: Tensor
     if chunk & (chunk - 1) or dim < 16 or reference.dtype != torch.float32 or not strides:
         return 0
     return next((n for n in (TOKENS_AT_A_TIME, 32, 16) if tokens % n == 0 and n % chunk == 0), 0)
-
-
-def _mass_arguments(
-    mass: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    reference: Tensor,
-    scale: float,
-    period: int,
-    step: int,
-    block: int,
-) -> tuple[tuple[Any, ...], dict[str, int], int]:
-    """Returns the arguments of `_segment` for attention mass, its block sizes, and the number of programs."""
-    pages, heads, tokens, _ = keys.shape
-    folded, sampled = queries.shape[1], -(-period // step)
-    rows, blocks = folded // period * sampled, tokens // block
-    arguments = (
-        *(mass, queries, keys, reference, scale, period, step, (period - 1) % step, sampled, rows, folded),
-        *(blocks, pages * blocks, *mass.stride()[:2], *queries.stride()[:2], *keys.stride()[:3]),
-    )
-    rows_padded = max(MIN_ROWS, triton.next_power_of_2(rows))
-    sizes = {"ROWS": rows_padded, "TOKENS": block, "CHUNK": pages * tokens // mass.shape[2]}
-    return arguments, sizes, pages * blocks * heads
 
 
 def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
@@ -350,9 +318,6 @@ def check(attend: Attend, layout: KVLayout = SMALL, group: int = 2, device: str 
     chunk_mass_(found, *arguments)
     operators.chunk_mass_(wanted, queries.float(), keys[:, 0].float(), *others)
     close([found], [wanted])
-    found.zero_()
-    pair = combine_with_mass_(found, parts[1:], lses[1:], out, lse, *arguments)
-    close([found, *pair], [wanted, *operators.combine(parts[1:], lses[1:], out, lse)])
     for mass in (wanted, wanted.sum(1, keepdim=True)):
         scores = [draw(heads, chunks + 3)] * 2
         scores = [one.clone() for one in scores]
@@ -396,8 +361,8 @@ def _check_pages(attend: Attend, shape: PackedShape, pages: Tensor, queries: Ten
     # Half as many as the list has room for: some random values are as small by themselves.
     pages[0].view(-1)[:: 2 * -(-shape.values // shape.capacity)] *= 2.0**-30
     pages[1, :, :, ::2] *= 2.0**-30
-    packed, there = triton_pages.encode(shape, pages), torch.empty_like(pages[:1])
-    triton_pages.decode(shape, packed[:1], there)
+    packed, there = triton_packing.encode(shape, pages), torch.empty_like(pages[:1])
+    triton_packing.decode(shape, packed[:1], there)
     if not (torch.equal(packed, codec.encode(shape, pages)) and torch.equal(there, pages[:1])):
         raise RuntimeError("a kernel packs or unpacks pages otherwise than its plain form")
     keys, values = there[0].double()
@@ -406,14 +371,14 @@ def _check_pages(attend: Attend, shape: PackedShape, pages: Tensor, queries: Ten
     close(combine(*attend(queries, there[:, 0], there[:, 1], scale, None)), exact)
     # Mass of every query and chunk of a tile, relative to the log-sum-exp.
     heads, count, _ = queries.shape
-    chunk = PACKED_TILE // 2
+    chunk = TILE // 2
     if shape.page_size % chunk == 0:
         mass = torch.empty(heads, count, shape.page_size // chunk, device=pages.device)
         merged = attend_packed(queries, packed[:1], shape.page_size, scale, mass, exact[1], count, 1)
         close(combine(*merged), exact)
         close([mass], [scores.softmax(-1).unflatten(2, (-1, chunk)).sum(-1).float()])
     places, some = torch.arange(heads, device=pages.device), pages.new_empty(heads, 1, shape.head_dim)
-    triton_pages.take(shape, packed, 1, 0 * places, places, 0 * places + shape.page_size // 2, some)
+    triton_packing.take(shape, packed, 1, 0 * places, places, 0 * places + shape.page_size // 2, some)
     if not torch.equal(some, pages[0, 1, :, shape.page_size // 2, None]):
         raise RuntimeError("a kernel unpacks chosen tokens of pages otherwise than its plain form")
 

@@ -1,126 +1,48 @@
-"""Triton kernels that pack, unpack and attend to pages of 12 bits per value; `cpu_kv.packed` has the form.
+"""Triton kernels for attention whose result for a query depends on nothing but the keys that it sees.
 
-`_attend_pages` unpacks in registers: a program takes a tile of queries of a KV head over some tokens, a tile
-of tokens at a time. It takes the two halves of the channels apart, because their exponents share bytes.
+Every page is attended by itself, in tiles of `TILE` tokens from its beginning on, by tiles of as many rows of
+queries for one query as for many: so a query has the same bits whatever the others are, and whether a page is
+plain, packed, or gathered from the newest tokens. `triton_kernels._combine` adds the pages in order.
+
+`_attend_pages` takes a tile of queries of a KV head over a page, which it unpacks in registers where it is
+packed. `_attend_tail` takes the query heads of one token over a page of the tokens that it sees, which do not
+lie side by side in a tree. The two halves of the channels are taken apart, as packed exponents share bytes.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cpu_kv import sizes
-from cpu_kv.packed import ESCAPE, PackedShape
-from offload_rt.kernels.sizes import PACKED_TILE
+from cpu_kv.packed import PackedShape
+from offload_rt.kernels.sizes import TILE, tile_rows
 from offload_rt.kernels.triton_kernels import MAX_EXPONENT, MIN_ROWS
+from offload_rt.kernels.triton_packing import _bases, _first_escape, _unpacked_tile
 
-ROWS_AT_A_TIME = 16
-TOKENS_A_PROGRAM = 256
-MOST_ROWS = {64: 128, 128: 32}
-"""Queries of one program, by half of the head dimension: more spill registers."""
 # Values that change from pass to pass. Triton would compile a kernel for each that is 1 or divisible by 16.
 VARIES = ["pages", "rows", "period", "step", "offset", "sampled", "mass_head_stride", "mass_row_stride"]
-MOST_VALUES: Any = tl.constexpr(sizes.MOST_VALUES)
-SEARCHED: Any = tl.constexpr(256)
-"""Entries of a list that are compared at a time: two times cover the longest list, of `MOST_VALUES` / 256."""
-_ESCAPE: Any = tl.constexpr(ESCAPE)
+VARIES += ["count", "group", "shared", "longest"]
 
 
 # fmt: off
 @triton.jit
-def _first_escape(lists, count, position):
-    """Returns the place in a page's list of its first escape at `position` or after it."""
-    # Entries at equal distances, then those between two of them: each load of a binary search would wait for
-    # the one before.
-    each, step = tl.arange(0, SEARCHED), tl.cdiv(count, SEARCHED)
-    place = 1 + each * step
-    entries = tl.load(lists + place, mask=place <= count, other=0)
-    before = (place <= count) & ((entries >> 8) < position)
-    start = 1 + tl.maximum(tl.sum(before.to(tl.int32)) - 1, 0) * step
-    place = start + each
-    valid = (each < step) & (place <= count)
-    entries = tl.load(lists + place, mask=valid, other=0)
-    return start + tl.sum((valid & ((entries >> 8) < position)).to(tl.int32))
+def _queries(asking, row, valid, half, row_stride, HALF: tl.constexpr):
+    """Loads both halves of the channels of rows of queries, `[ROWS, HALF]`."""
+    column = tl.arange(0, HALF)
+    seen = valid[:, None] & (column < half)[None, :]
+    place = asking + row[:, None] * row_stride + column[None, :]
+    return tl.load(place, mask=seen, other=0.0), tl.load(place + half, mask=seen, other=0.0)
 
 
 @triton.jit
-def _bases(packed, bases_at, head, half, HALF: tl.constexpr):
-    """Loads the bases of the first and of the second half of a head's channels, int32 `[1, HALF]`."""
-    column = tl.arange(0, HALF)[None, :]
-    base = packed + bases_at + head * 2 * half + column
-    first = tl.load(base, mask=column < half, other=0).to(tl.int32)
-    return first, tl.load(base + half, mask=column < half, other=0).to(tl.int32)
-
-
-@triton.jit
-def _bits(exact, code, base):
-    exponent = (base + code) & 255
-    return ((exact & 128) << 8) | (exponent << 7) | (exact & 127)
-
-
-@triton.jit
-def _unpacked_tile(
-    rows, lists, count, escape, first_base, second_base, first_position, start, end, half,
-    TOKENS: tl.constexpr, HALF: tl.constexpr,
-):
-    """Unpacks the tokens `start` .. `start + TOKENS` of a page and head.
-
-    `rows` are those of the head, `first_position` is the position of its first value, `escape` the place of
-    its first escape from `start` on. Returns the bits of both halves of the channels, int32 `[TOKENS, HALF]`,
-    and the place of the next escape. Tokens from `end` on are finite.
-    """
-    token, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, HALF)[None, :]
-    valid = (start + token < end) & (column < half)
-    place = rows + (start + token) * (3 * half) + column
-    codes = tl.load(place + 2 * half, mask=valid, other=0).to(tl.int32)
-    # The lower half of a code belongs to the first channels, the upper one to the others.
-    low = _bits(tl.load(place, mask=valid, other=0).to(tl.int32), codes & 15, first_base)
-    high = _bits(tl.load(place + half, mask=valid, other=0).to(tl.int32), codes >> 4, second_base)
-    # Positions are counted from `start` here; columns that a head does not have get none.
-    position = tl.where(column < half, token * (2 * half) + column, -MOST_VALUES)
-    first_position += start * (2 * half)
-    entry = tl.load(lists + escape, mask=escape <= count, other=0)
-    while (escape <= count) & ((entry >> 8) - first_position < TOKENS * 2 * half):
-        escaped, exponent = (entry >> 8) - first_position, (entry & 255) << 7
-        low = tl.where(position == escaped, (low & 0x807F) | exponent, low)
-        high = tl.where(position == escaped - half, (high & 0x807F) | exponent, high)
-        escape += 1
-        entry = tl.load(lists + escape, mask=escape <= count, other=0)
-    return low, high, escape
-
-
-@triton.jit(do_not_specialize_on_alignment=["pages", "heads", "tokens"])
-def _unpack_runs(
-    packed, out, pages, heads, tokens, nbytes, bases_at, rows_at, words, first_head, sides_heads, length,
-    page_size, half, LISTED: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
-):
-    """Unpacks runs of `length` tokens: those that are listed, or all pages of some heads."""
-    run, start = tl.program_id(0), tl.program_id(1) * TOKENS
-    if LISTED:
-        page, head = tl.load(pages + run), tl.load(heads + run).to(tl.int32)
-        begin = tl.load(tokens + run).to(tl.int32)
-    else:
-        page, head, begin = (run // sides_heads).to(tl.int64), run % sides_heads, 0
-    head += first_head
-    packed += page * nbytes
-    lists = packed.to(tl.pointer_type(tl.int32), bitcast=True)
-    count = tl.minimum(tl.load(lists), words - 1)
-    first_position = head * page_size * (2 * half)
-    escape = _first_escape(lists, count, first_position + (begin + start) * (2 * half))
-    first_base, second_base = _bases(packed, bases_at, head, half, HALF)
-    low, high, escape = _unpacked_tile(
-        packed + rows_at + head * page_size * (3 * half), lists, count, escape, first_base, second_base,
-        first_position, begin + start, begin + length, half, TOKENS, HALF,
-    )
-    token, column = start + tl.arange(0, TOKENS)[:, None], tl.arange(0, HALF)[None, :]
-    valid = (token < length) & (column < half)
-    out += (run.to(tl.int64) * length + token) * (2 * half) + column
-    tl.store(out, low.to(tl.int16), mask=valid)
-    tl.store(out + half, high.to(tl.int16), mask=valid)
+def _gathered(side, place, valid, half, row_stride, HALF: tl.constexpr):
+    """Loads both halves of the channels of the tokens at `place`, `[TOKENS, HALF]`."""
+    column = tl.arange(0, HALF)
+    seen = valid[:, None] & (column < half)[None, :]
+    at = side + place.to(tl.int64)[:, None] * row_stride + column[None, :]
+    return tl.load(at, mask=seen, other=0.0), tl.load(at + half, mask=seen, other=0.0)
 
 
 @triton.jit
@@ -128,19 +50,49 @@ def _values(bits):
     return (bits << 16).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _scores(low_query, high_query, low, high, valid, scale):
+    """Returns the scores of a tile of keys, `[ROWS, TOKENS]`."""
+    scores = tl.dot(low_query, tl.trans(low), input_precision="ieee")
+    scores += tl.dot(high_query, tl.trans(high), input_precision="ieee")
+    return tl.where(valid[None, :], scale * scores, float("-inf"))
+
+
+@triton.jit
+def _attended(weights, low, high, shrink, low_sum, high_sum):
+    """Returns the sums of values, with those of a tile."""
+    weights = weights.to(low.dtype)
+    low_sum = low_sum * shrink[:, None] + tl.dot(weights, low, input_precision="ieee")
+    return low_sum, high_sum * shrink[:, None] + tl.dot(weights, high, input_precision="ieee")
+
+
+@triton.jit
+def _store(out, lse, at, valid, peak, total, low_sum, high_sum, half, HALF: tl.constexpr):
+    """Stores attention over a page, and its log-sum-exp."""
+    column = tl.arange(0, HALF)
+    whole = tl.where(total == 0.0, 1.0, total)
+    seen = valid[:, None] & (column < half)[None, :]
+    place = out + at.to(tl.int64)[:, None] * (2 * half) + column[None, :]
+    kind = out.dtype.element_ty
+    tl.store(place, (low_sum / whole[:, None]).to(kind), mask=seen)
+    tl.store(place + half, (high_sum / whole[:, None]).to(kind), mask=seen)
+    tl.store(lse + at, tl.where(total == 0.0, float("-inf"), peak + tl.log(whole)), mask=valid)
+
+
 @triton.jit(do_not_specialize=VARIES, do_not_specialize_on_alignment=["mass"])
 def _attend_pages(
-    asking, packed, out, lse, mass, reference, scale, pages, pages_each, rows, heads, page_size, half,
-    nbytes, bases_at, rows_at, words, query_head_stride, query_row_stride,
+    asking, keys, values, out, lse, mass, reference, scale, rows, heads, page_size, half,
+    query_head_stride, query_row_stride, page_stride, head_stride, row_stride,
+    bases_at, rows_at, words,
     period, step, offset, sampled, mass_head_stride, mass_row_stride,
-    MASS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
+    PACKED: tl.constexpr, MASS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    part, head = tl.program_id(0), tl.program_id(1)
-    row, column = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, HALF)
-    valid = (row < rows)[:, None] & (column < half)[None, :]
-    place = asking + head * query_head_stride + row[:, None] * query_row_stride + column[None, :]
-    low_query = tl.load(place, mask=valid, other=0.0)
-    high_query = tl.load(place + half, mask=valid, other=0.0)
+    tiles = tl.cdiv(rows, ROWS)
+    page, head = tl.program_id(0) // tiles, tl.program_id(1)  # tiles of one page run at a time
+    row = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    asking += head * query_head_stride
+    low_query, high_query = _queries(asking, row, row < rows, half, query_row_stride, HALF)
     kind = low_query.dtype
     peak, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], dtype=tl.float32)
     low_sum, high_sum = tl.zeros([ROWS, HALF], dtype=tl.float32), tl.zeros([ROWS, HALF], dtype=tl.float32)
@@ -151,192 +103,112 @@ def _attend_pages(
         shift = tl.load(reference + head * rows + row, mask=row < rows, other=0.0)
         sample = row // period * sampled + (within - offset) // step
         mass += head * mass_head_stride + sample * mass_row_stride
-    packed += part.to(tl.int64) * pages_each * nbytes
-    for page in range(part * pages_each, tl.minimum((part + 1) * pages_each, pages)):
-        lists = packed.to(tl.pointer_type(tl.int32), bitcast=True)
-        count = tl.minimum(tl.load(lists), words - 1)
-        key_rows = packed + rows_at + head * page_size * (3 * half)
+    keys += page.to(tl.int64) * page_stride
+    values += page.to(tl.int64) * page_stride
+    if PACKED:
+        lists = keys.to(tl.pointer_type(tl.int32), bitcast=True)
+        escapes = tl.minimum(tl.load(lists), words - 1)
+        key_rows = keys + rows_at + head * page_size * (3 * half)
         value_rows = key_rows + heads * page_size * (3 * half)
-        first_key, second_key = _bases(packed, bases_at, head, half, HALF)
-        first_value, second_value = _bases(packed, bases_at, heads + head, half, HALF)
+        first_key, second_key = _bases(keys, bases_at, head, half, HALF)
+        first_value, second_value = _bases(keys, bases_at, heads + head, half, HALF)
         key_position = head * page_size * (2 * half)
         value_position = (heads + head) * page_size * (2 * half)
-        key_escape = _first_escape(lists, count, key_position)
-        value_escape = _first_escape(lists, count, value_position)
-        for start in range(0, page_size, TOKENS):
+        key_escape = _first_escape(lists, escapes, key_position)
+        value_escape = _first_escape(lists, escapes, value_position)
+    else:
+        keys += head.to(tl.int64) * head_stride
+        values += head.to(tl.int64) * head_stride
+    for start in range(0, page_size, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        valid = token < page_size
+        if PACKED:
             low, high, key_escape = _unpacked_tile(
-                key_rows, lists, count, key_escape, first_key, second_key, key_position, start,
-                page_size, half, TOKENS, HALF,
-            )
-            scores = tl.dot(low_query, tl.trans(_values(low).to(kind)), input_precision="ieee")
-            scores += tl.dot(high_query, tl.trans(_values(high).to(kind)), input_precision="ieee")
-            token = start + tl.arange(0, TOKENS)
-            scores = tl.where((token < page_size)[None, :], scale * scores, float("-inf"))
-            if MASS:
-                weights = tl.exp(tl.minimum(scores - shift[:, None], MAX_EXPONENT))
-                summed = tl.sum(tl.reshape(weights, (ROWS, TOKENS // CHUNK, CHUNK)), 2)
-                chunk = start // CHUNK + tl.arange(0, TOKENS // CHUNK)
-                stored = is_sampled[:, None] & (chunk * CHUNK < page_size)[None, :]
-                chunk += page * (page_size // CHUNK)
-                tl.store(mass[:, None] + chunk[None, :], summed, mask=stored)
-            higher = tl.maximum(peak, tl.max(scores, 1))
-            shrink, weights = tl.exp(peak - higher), tl.exp(scores - higher[:, None])
-            peak, total = higher, total * shrink + tl.sum(weights, 1)
-            weights = weights.to(kind)
-            low, high, value_escape = _unpacked_tile(
-                value_rows, lists, count, value_escape, first_value, second_value, value_position, start,
+                key_rows, lists, escapes, key_escape, first_key, second_key, key_position, start,
                 page_size, half, TOKENS, HALF,
             )
             low, high = _values(low).to(kind), _values(high).to(kind)
-            low_sum = low_sum * shrink[:, None] + tl.dot(weights, low, input_precision="ieee")
-            high_sum = high_sum * shrink[:, None] + tl.dot(weights, high, input_precision="ieee")
-        packed += nbytes
-    whole = tl.where(total == 0.0, 1.0, total)
-    at = (part * heads + head) * rows + row
-    place = out + at[:, None].to(tl.int64) * (2 * half) + column[None, :]
-    tl.store(place, (low_sum / whole[:, None]).to(kind), mask=valid)
-    tl.store(place + half, (high_sum / whole[:, None]).to(kind), mask=valid)
-    tl.store(lse + at, tl.where(total == 0.0, float("-inf"), peak + tl.log(whole)), mask=row < rows)
+        else:
+            low, high = _gathered(keys, token, valid, half, row_stride, HALF)
+        scores = _scores(low_query, high_query, low, high, valid, scale)
+        if MASS:
+            weights = tl.exp(tl.minimum(scores - shift[:, None], MAX_EXPONENT))
+            summed = tl.sum(tl.reshape(weights, (ROWS, TOKENS // CHUNK, CHUNK)), 2)
+            chunk = start // CHUNK + tl.arange(0, TOKENS // CHUNK)
+            stored = is_sampled[:, None] & (chunk * CHUNK < page_size)[None, :]
+            chunk += page * (page_size // CHUNK)
+            tl.store(mass[:, None] + chunk[None, :], summed, mask=stored)
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shrink, weights = tl.exp(peak - higher), tl.exp(scores - higher[:, None])
+        peak, total = higher, total * shrink + tl.sum(weights, 1)
+        if PACKED:
+            low, high, value_escape = _unpacked_tile(
+                value_rows, lists, escapes, value_escape, first_value, second_value, value_position, start,
+                page_size, half, TOKENS, HALF,
+            )
+            low, high = _values(low).to(kind), _values(high).to(kind)
+        else:
+            low, high = _gathered(values, token, valid, half, row_stride, HALF)
+        low_sum, high_sum = _attended(weights, low, high, shrink, low_sum, high_sum)
+    at = (page * heads + head) * rows + row
+    _store(out, lse, at, row < rows, peak, total, low_sum, high_sum, half, HALF)
 
 
-@triton.jit
-def _pack_rows(
-    values, packed, counts, nbytes, bases_at, rows_at, page_size, half,
-    ROWS: tl.constexpr, HALF: tl.constexpr,
+@triton.jit(do_not_specialize=VARIES)
+def _attend_tail(
+    asking, keys, values, paths, lengths, out, lse, scale, count, group, shared, longest, heads,
+    page_size, half, query_head_stride, query_row_stride, head_stride, row_stride,
+    IN_ORDER: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    page, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    token, column = tl.arange(0, ROWS), tl.arange(0, HALF)
-    source = values + (page * heads + head) * page_size * 2 * half + column[None, :]
-    packed += page * nbytes
-    found = tl.full([], 0, tl.int32)
-    # The largest exponent of each channel, of the first half of the channels and of the second one.
-    first, second = tl.zeros([HALF], dtype=tl.int32), tl.zeros([HALF], dtype=tl.int32)
-    for start in range(0, page_size, ROWS):
-        valid = (start + token < page_size)[:, None] & (column < half)[None, :]
-        place = source + (start + token)[:, None] * (2 * half)
-        first = tl.maximum(first, tl.max((tl.load(place, mask=valid, other=0).to(tl.int32) >> 7) & 255, 0))
-        bits = tl.load(place + half, mask=valid, other=0).to(tl.int32)
-        second = tl.maximum(second, tl.max((bits >> 7) & 255, 0))
-    first, second = tl.maximum(first - (_ESCAPE - 1), 0), tl.maximum(second - (_ESCAPE - 1), 0)
-    base = packed + bases_at + head * 2 * half + column
-    tl.store(base, first.to(tl.uint8), mask=column < half)
-    tl.store(base + half, second.to(tl.uint8), mask=column < half)
-    for start in range(0, page_size, ROWS):
-        valid = (start + token < page_size)[:, None] & (column < half)[None, :]
-        place = source + (start + token)[:, None] * (2 * half)
-        row = packed + rows_at + (head * page_size + start + token)[:, None] * (3 * half) + column[None, :]
-        bits = tl.load(place, mask=valid, other=0).to(tl.int32)
-        low = ((bits >> 7) & 255) - first[None, :]
-        tl.store(row, (((bits >> 8) & 128) | (bits & 127)).to(tl.uint8), mask=valid)
-        bits = tl.load(place + half, mask=valid, other=0).to(tl.int32)
-        high = ((bits >> 7) & 255) - second[None, :]
-        tl.store(row + half, (((bits >> 8) & 128) | (bits & 127)).to(tl.uint8), mask=valid)
-        codes = tl.where(low < 0, _ESCAPE, low) | (tl.where(high < 0, _ESCAPE, high) << 4)
-        tl.store(row + 2 * half, codes.to(tl.uint8), mask=valid)
-        found += tl.sum(tl.where(valid, (low < 0).to(tl.int32) + (high < 0).to(tl.int32), 0))
-    tl.store(counts + page * heads + head, found)
-
-
-@triton.jit
-def _list_escapes(
-    values, packed, lists, counts, nbytes, bases_at, stride, words, page_size, dim,
-    ROWS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
-):
-    page, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    lists += page * stride
-    each, column, token = tl.arange(0, HEADS), tl.arange(0, DIM), tl.arange(0, ROWS)
-    found = tl.load(counts + page * heads + each, mask=each < heads, other=0)
-    number = 1 + tl.sum(tl.where(each < head, found, 0))
-    if head == 0:
-        tl.store(lists, tl.sum(found))
-    end = number + tl.sum(tl.where(each == head, found, 0))
-    at = column < dim
-    base = tl.load(packed + page * nbytes + bases_at + head * dim + column, mask=at, other=0).to(tl.int32)
-    start = 0
-    while (number < end) & (number < words):
-        position = (head * page_size + start + token)[:, None] * dim + column[None, :]
-        valid = (start + token < page_size)[:, None] & at[None, :]
-        bits = tl.load(values + page * heads * page_size * dim + position, mask=valid, other=0).to(tl.int32)
-        exponent = (bits >> 7) & 255
-        escaped = tl.ravel((valid & (exponent < base[None, :])).to(tl.int32))
-        place = number + tl.cumsum(escaped, 0) - escaped
-        entry = tl.ravel((position << 8) | exponent)
-        tl.store(lists + place, entry, mask=(escaped > 0) & (place < words))
-        number += tl.sum(escaped)
-        start += ROWS
+    query, page, head = tl.program_id(0) % count, tl.program_id(0) // count, tl.program_id(1)
+    member = tl.program_id(2) * ROWS + tl.arange(0, ROWS)  # of the query's heads
+    row = member * count + query
+    asking += head * query_head_stride
+    low_query, high_query = _queries(asking, row, member < group, half, query_row_stride, HALF)
+    peak, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], dtype=tl.float32)
+    low_sum, high_sum = tl.zeros([ROWS, HALF], dtype=tl.float32), tl.zeros([ROWS, HALF], dtype=tl.float32)
+    keys += head.to(tl.int64) * head_stride
+    values += head.to(tl.int64) * head_stride
+    seen = shared + query + 1 if IN_ORDER else tl.load(lengths + query)
+    end = tl.minimum((page + 1) * page_size, seen)
+    for start in range(page * page_size, end, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        valid = token < end
+        place = token
+        if not IN_ORDER:
+            behind = tl.load(
+                paths + query * longest + (token - shared), mask=valid & (token >= shared), other=0
+            )
+            place = tl.where(token < shared, token, behind)
+        low, high = _gathered(keys, place, valid, half, row_stride, HALF)
+        scores = _scores(low_query, high_query, low, high, valid, scale)
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shrink, weights = tl.exp(peak - higher), tl.exp(scores - higher[:, None])
+        peak, total = higher, total * shrink + tl.sum(weights, 1)
+        low, high = _gathered(values, place, valid, half, row_stride, HALF)
+        low_sum, high_sum = _attended(weights, low, high, shrink, low_sum, high_sum)
+    at = (page * heads + head) * (count * group) + row
+    _store(out, lse, at, member < group, peak, total, low_sum, high_sum, half, HALF)
 # fmt: on
 
 
-def encode(shape: PackedShape, pages: Tensor) -> Tensor:
-    """See `PageCodec.encode`."""
-    packed = pages.new_empty(len(pages), shape.nbytes, dtype=torch.uint8)
-    lists, bits, heads = shape.escapes(packed), pages.contiguous().view(torch.int16), 2 * shape.kv_heads
-    if not len(pages):
-        return packed
-    counts = torch.empty(len(pages), heads, dtype=torch.int32, device=pages.device)
-    lists.zero_()
-    packed[:, shape.rows_end :].zero_()
-    half = shape.head_dim // 2
-    _pack_rows[(len(pages), heads)](
-        *(bits, packed, counts, shape.nbytes, shape.bases_at, shape.rows_at, shape.page_size, half),
-        ROWS=ROWS_AT_A_TIME,
-        HALF=triton.next_power_of_2(half),
-    )
-    _list_escapes[(len(pages), heads)](
-        *(bits, packed, lists, counts, shape.nbytes, shape.bases_at, shape.nbytes // 4, shape.words),
-        *(shape.page_size, shape.head_dim),
-        ROWS=ROWS_AT_A_TIME,
-        DIM=triton.next_power_of_2(shape.head_dim),
-        HEADS=triton.next_power_of_2(heads),
-    )
-    return packed
+def attend_pages(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    mass: Tensor | None,
+    reference: Tensor | None,
+    period: int,
+    step: int,
+) -> tuple[Tensor, Tensor]:
+    """See `operators.attend_pages`, for tensors that `attends`."""
+    pages, _, tokens, _ = keys.shape
+    kv = keys, values, (pages, tokens), keys.stride()[:3], (0, 0, 0)
+    return _attend(queries, *kv, scale, mass, reference, period, step, packed=False)
 
 
-def decode(shape: PackedShape, packed: Tensor, out: Tensor, first_side: int = 0) -> None:
-    """See `PageCodec.decode`. `packed` and `out` must be contiguous."""
-    if out.numel():
-        heads = out.shape[1] * shape.kv_heads
-        unlisted = packed, packed, packed
-        _unpack(shape, packed, out.flatten(0, 2), *unlisted, first_side * shape.kv_heads, heads, listed=False)
-
-
-def take(
-    shape: PackedShape, packed: Tensor, side: int, page: Tensor, head: Tensor, token: Tensor, out: Tensor
-) -> None:
-    """See `PageCodec.take`. `packed` and `out` must be contiguous."""
-    if out.numel():
-        each = (page.contiguous(), head.contiguous(), token.contiguous())
-        _unpack(shape, packed, out, *each, side * shape.kv_heads, shape.kv_heads, listed=True)
-
-
-def _unpack(
-    shape: PackedShape,
-    packed: Tensor,
-    out: Tensor,
-    page: Tensor,
-    head: Tensor,
-    token: Tensor,
-    first_head: int,
-    heads: int,
-    *,
-    listed: bool,
-) -> None:
-    """Unpacks to `out`, `[runs, tokens, head_dim]`: listed runs, or `heads` heads of each page.
-
-    Heads of keys and of values are counted together, from `first_head` on.
-    """
-    runs, length, _ = out.shape
-    half, tokens = shape.head_dim // 2, min(PACKED_TILE, triton.next_power_of_2(length))
-    _unpack_runs[(runs, triton.cdiv(length, tokens))](
-        *(packed, out.view(torch.int16), page, head, token, shape.nbytes, shape.bases_at, shape.rows_at),
-        *(shape.words, first_head, heads, length, shape.page_size, half),
-        LISTED=listed,
-        TOKENS=tokens,
-        HALF=triton.next_power_of_2(half),
-    )
-
-
-def attend(
+def attend_packed(
     shape: PackedShape,
     queries: Tensor,
     packed: Tensor,
@@ -347,47 +219,103 @@ def attend(
     step: int,
 ) -> tuple[Tensor, Tensor]:
     """See `operators.attend_packed`, for tensors that `attends`."""
-    heads, rows, dim = queries.shape
-    each = max(1, TOKENS_A_PROGRAM // shape.page_size)
-    parts = triton.cdiv(len(packed), each)
-    out = torch.empty(parts, heads, rows, dim, dtype=queries.dtype, device=queries.device)
-    lse = torch.empty(parts, heads, rows, dtype=torch.float32, device=queries.device)
-    half = max(MIN_ROWS, triton.next_power_of_2(dim // 2))
-    most = next((most for widest, most in MOST_ROWS.items() if half <= widest), MIN_ROWS)
-    tile = max(MIN_ROWS, min(most, triton.next_power_of_2(rows)))
-    strides = (1, 1) if mass is None else mass.stride()[:2]
-    chunk = 1 if mass is None else len(packed) * shape.page_size // mass.shape[2]
-    if parts:
-        _attend_pages[(parts, heads, triton.cdiv(rows, tile))](
-            *(
-                queries,
-                packed,
-                out,
-                lse,
-                lse if mass is None else mass,
-                lse if reference is None else reference,
-            ),
-            *(scale, len(packed), each, rows, heads, shape.page_size, dim // 2),
-            *(shape.nbytes, shape.bases_at, shape.rows_at, shape.words, *queries.stride()[:2]),
-            *(period, step, (period - 1) % step, -(-period // step), *strides),
+    strides, places = (shape.nbytes, 0, 0), (shape.bases_at, shape.rows_at, shape.words)
+    kv = packed, packed, (len(packed), shape.page_size), strides, places
+    return _attend(queries, *kv, scale, mass, reference, period, step, packed=True)
+
+
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sizes: tuple[int, int],
+    strides: tuple[int, ...],
+    places: tuple[int, int, int],
+    scale: float,
+    mass: Tensor | None,
+    reference: Tensor | None,
+    period: int,
+    step: int,
+    *,
+    packed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launches `_attend_pages` over as many pages of as many tokens."""
+    (heads, rows, dim), (pages, tokens) = queries.shape, sizes
+    out, lse, (tile, half) = *_results(queries, pages), _tile(dim)
+    if pages:
+        _attend_pages[(pages * triton.cdiv(rows, tile), heads)](
+            *(queries, keys, values, out, lse),
+            *(lse if mass is None else mass, lse if reference is None else reference),
+            *(scale, rows, heads, tokens, dim // 2, *queries.stride()[:2], *strides, *places),
+            *(period, step, (period - 1) % step, -(-period // step)),
+            *((1, 1) if mass is None else mass.stride()[:2]),
+            PACKED=packed,
             MASS=mass is not None,
-            CHUNK=chunk,
+            CHUNK=1 if mass is None else pages * tokens // mass.shape[2],
             ROWS=tile,
             HALF=half,
-            TOKENS=PACKED_TILE,
-            num_warps=4 if tile == MIN_ROWS else 8,
+            TOKENS=TILE,
+            num_warps=4,
         )
     return out, lse
 
 
-def attends(
-    shape: PackedShape, queries: Tensor, packed: Tensor, mass: Tensor | None, reference: Tensor | None
-) -> bool:
-    """Returns whether `attend` supports the tensors."""
-    if queries.stride(-1) != 1 or queries.dtype == torch.float64 or not packed.is_contiguous():
-        return False
-    if mass is None or not len(packed):
+def attend_tail(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_size: int,
+    count: int,
+    shared: int,
+    paths: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See `operators.attend_tail`, for tensors that `attends`."""
+    heads, rows, dim = queries.shape
+    longest = count if paths is None else paths.shape[1]
+    pages = triton.cdiv(shared + longest, page_size)
+    out, lse, (tile, half) = *_results(queries, pages), _tile(dim)
+    _attend_tail[(pages * count, heads, triton.cdiv(rows // count, tile))](
+        *(queries, keys, values, lse if paths is None else paths, lse if lengths is None else lengths),
+        *(out, lse, scale, count, rows // count, shared, longest, heads, page_size, dim // 2),
+        *(*queries.stride()[:2], *keys.stride()[:2]),
+        IN_ORDER=paths is None,
+        ROWS=tile,
+        HALF=half,
+        TOKENS=TILE,
+        num_warps=4,
+    )
+    return out, lse
+
+
+def _results(queries: Tensor, pages: int) -> tuple[Tensor, Tensor]:
+    """Returns memory for attention over each page, and its log-sum-exp."""
+    lse = torch.empty(pages, *queries.shape[:2], dtype=torch.float32, device=queries.device)
+    return queries.new_empty(pages, *queries.shape), lse
+
+
+def _tile(dim: int) -> tuple[int, int]:
+    """Returns the rows of a tile of queries, and half of the channels, as a program has them."""
+    return tile_rows(dim), max(MIN_ROWS, triton.next_power_of_2(dim // 2))
+
+
+def attends(queries: Tensor, keys: Tensor, values: Tensor, *others: Tensor | None) -> bool:
+    """Returns whether the kernels support queries, plain pages, and int32 tensors beside them."""
+    same = keys.stride() == values.stride() and keys.dtype == values.dtype == queries.dtype
+    dense = all(one.stride(-1) == 1 for one in (queries, keys, values)) and queries.shape[-1] % 2 == 0
+    ints = all(one is None or (one.dtype == torch.int32 and one.is_contiguous()) for one in others)
+    return same and dense and ints and queries.dtype != torch.float64
+
+
+def attends_packed(queries: Tensor, packed: Tensor) -> bool:
+    """Returns whether the kernels support queries and packed pages."""
+    return queries.stride(-1) == 1 and queries.dtype != torch.float64 and packed.is_contiguous()
+
+
+def takes_mass(tokens: int, mass: Tensor | None, reference: Tensor | None) -> bool:
+    """Returns whether `_attend_pages` over so many tokens takes this attention mass; None: there is none."""
+    if mass is None or not tokens:
         return True
-    chunk = len(packed) * shape.page_size // mass.shape[2]
     fits = reference is not None and reference.dtype == torch.float32 and reference.is_contiguous()
-    return fits and mass.stride(-1) == 1 and PACKED_TILE % chunk == 0
+    return fits and mass.stride(-1) == 1 and TILE % (tokens // mass.shape[2]) == 0

@@ -14,7 +14,7 @@ from itertools import pairwise
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.priors import LATER_CHOICES, expected_tokens, outcome_chances
 from offload_rt.drafting.levels.base import Cost
-from offload_rt.kernels.sizes import MOST_PACKED_QUERIES, PACKED_TILE
+from offload_rt.kernels.sizes import MOST_PACKED_QUERIES, tile_rows
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.shape import ModelShape
@@ -310,18 +310,16 @@ class CostModel:
         Args:
             packed: how many of the tokens are in packed pages, if pages are packed at all.
         """
-        rows = queries * self.target.group
+        rows, tile, unpacking = queries * self.target.group, tile_rows(self.target.head_dim), 0.0
         if not self.request.store_layout.packed:
             packed = 0
         elif rows > MOST_PACKED_QUERIES:
-            attending = self._gpu_attention(gpu, self.target, tokens, queries)
-            return attending + self._unpacking(gpu, packed) + self._sampling(gpu, tokens)
-        plain = self._gpu_attention(gpu, self.target, tokens - packed, queries)
+            packed, unpacking = 0, self._unpacking(gpu, packed)
+        computed = -(-rows // tile) * tile / self.target.group  # queries, with what fills the last tile
+        plain = self._gpu_attention(gpu, self.target, tokens - packed, computed)
         reading = gpu.read_ms(packed * self.target.token_bytes * self.request.store_layout.stored_share)
-        flops = self.target.paged_layers * self.target.attention_flops * packed * queries
-        tile = max(PACKED_TILE, 1 << (rows - 1).bit_length()) / rows  # of products, more than the queries
-        in_registers = max(reading, gpu.compute_ms(flops * tile)) / REGISTER_SHARE
-        return plain + self._sampling(gpu, tokens - packed) + in_registers
+        flops = self.target.paged_layers * self.target.attention_flops * packed * computed
+        return plain + unpacking + max(reading, gpu.compute_ms(flops)) / REGISTER_SHARE
 
     def _unpacking(self, gpu: Gpu, tokens: int) -> float:
         """Returns the ms in which a GPU unpacks so many tokens: it reads packed ones, and writes others."""
@@ -329,12 +327,7 @@ class CostModel:
         size = tokens * self.target.token_bytes * (1 + layout.stored_share)
         return gpu.read_ms(size) / UNPACKING_SHARE if layout.packed else 0.0
 
-    def _sampling(self, gpu: Gpu, tokens: int) -> float:
-        """Returns the ms in which a GPU reads the keys of so many tokens again, for their attention mass."""
-        sampled = self.request.retrieves and self.config.retrieval.select != "mean_keys"
-        return gpu.read_ms(tokens * self.target.token_bytes / 2) if sampled else 0.0
-
-    def _gpu_attention(self, gpu: Gpu, shape: ModelShape, tokens: int, queries: int) -> float:
+    def _gpu_attention(self, gpu: Gpu, shape: ModelShape, tokens: int, queries: float) -> float:
         flops = shape.paged_layers * shape.attention_flops * tokens * queries
         return max(gpu.read_ms(tokens * shape.token_bytes), gpu.compute_ms(flops))
 

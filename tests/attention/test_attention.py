@@ -23,17 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cpu_kv import PlainPages, head_major
 from offload_rt.attention.backends import (
     AttentionBackend,
-    FlashAttnBackend,
     TorchCpuBackend,
-    TorchCudaBackend,
-    _cuda_backend,
     choose_backend,
     cpu_share_backend,
     fold,
     folded_mask,
-    preferred,
     unfold,
 )
+from offload_rt.attention.cuda_backends import FlashAttnBackend, TorchCudaBackend, cuda_backend, preferred
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.new_tokens import NewTokens, sees_entries
 from offload_rt.caches.speculative import SpeculativeTokens
@@ -251,8 +248,9 @@ def test_a_prompt_sees_what_is_before_it(
     q, k, v = random_parts(heads, kv_heads, queries, before + shared + queries, dtype, device, seed=queries)
     pages = PlainPages(*(laid_out(part[:, :before], page) for part in (k, v)))
     total = AttentionSum(backend, q, kv_heads, SCALE)
+    total.begin_prompt(PlainPages.one(k[:, before:], v[:, before:]), TailView(page, queries, shared))
     total.attend(pages)
-    total.attend_prompt(PlainPages.one(k[:, before:], v[:, before:]), TailView(page, queries, shared))
+    total.end_tail()
     assert total.lse is not None
     mask = torch.nn.functional.pad(causal_mask(queries, q), (before + shared, 0))
     assert_close((total.result(), unfold(total.lse, heads)), q, k, v, mask)
@@ -438,7 +436,7 @@ def test_a_flash_attn_that_is_not_the_one(
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     assert choose_backend(torch.device("cuda", 7)).name == "torch-cuda"
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    _cuda_backend.cache_clear()
+    cuda_backend.cache_clear()
 
 
 def test_cores_are_left_to_the_threads_that_feed_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cpu_kv import KVPages, PackedPages, PlainPages
 from cpu_kv.packed import PackedShape, PageCodec
-from offload_rt.attention.backends import TorchCudaBackend
+from offload_rt.attention.cuda_backends import TorchCudaBackend
 from offload_rt.attention.sums import AttentionSum
 
 pytestmark = pytest.mark.gpu

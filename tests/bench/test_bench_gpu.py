@@ -39,8 +39,8 @@ from bench.systems import ours
 from cpu_kv import PacedLink
 from cpu_kv.link import CopyRecord
 from cpu_kv.mapped import PeerCopies, computed_copy
-from offload_rt.attention import backends
-from offload_rt.attention.backends import TorchCudaBackend
+from offload_rt.attention import cuda_backends
+from offload_rt.attention.cuda_backends import TorchCudaBackend
 from offload_rt.caches.remote import GpuAttention
 from offload_rt.kernels import operators, triton_operators
 from offload_rt.machine import inspection
@@ -208,14 +208,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(machine, "read_rate", lambda home: 10.0)
     monkeypatch.setattr(triton_operators, "check", lambda *given: None)
     # Engines know that the emulation runs no kernels, whichever test asked first.
-    monkeypatch.setattr(backends, "_CHECKED", {None: "no kernels"})
+    monkeypatch.setattr(cuda_backends, "_CHECKED", {None: "no kernels"})
     monkeypatch.setattr(gpu_kernel_checks, "SLOWEST_PIECES", 0.0)
     monkeypatch.setattr(gpu_kernel_checks, "use_triton", lambda: None)
     # No time is checked: two launches in a row take the way of twenty.
     monkeypatch.setattr(
         gpu_kernel_checks, "milliseconds", lambda given, work, launches=2: milliseconds(given, work, 2)
     )
-    for name in ("combine", "combine_with_mass_", "attend_quantized"):
+    for name in ("combine", "attend_pages", "attend_quantized"):
         monkeypatch.setattr(triton_operators, name, getattr(operators, name))
     schedule, GPUS.schedule = GPUS.schedule, "late"
     yield

@@ -26,7 +26,7 @@ import offload_rt
 from cpu_kv import CudaLink, KVLayout
 from cpu_kv.packed import PackedShape, PageCodec
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention import backends, page_codec
+from offload_rt.attention import backends, cuda_backends, page_codec
 from offload_rt.attention.mass import Sample
 from offload_rt.caches.sizes import Tiers
 from offload_rt.engine import engine
@@ -43,7 +43,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from offload_rt.kernels import triton_operators, triton_pages  # noqa: E402
+from offload_rt.kernels import triton_operators, triton_packing  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -165,7 +165,7 @@ def runs() -> dict[str, Run]:
         patch.setattr(emulated_cuda, "_KNOWN", {})
         driver.set_active(launches)
         patch.setattr(triton.knobs.runtime, "jit_cache_hook", launches.hook)
-        for module in (backends, engine, inventory, page_codec):
+        for module in (cuda_backends, engine, inventory, page_codec):
             patch.setattr(module, "use_triton", lambda *given: None)
         for name in operators.NAMES:
             plain = as_of_kernels(getattr(operators, name))
@@ -174,8 +174,8 @@ def runs() -> dict[str, Run]:
             library.impl(name, both, "CPU")  # with which the emulated device computes
             library.impl(name, plain, "Meta")  # of which it learns the form of results
         for name in ("encode", "decode", "take"):
-            both = launches.beside(getattr(triton_pages, name), plain_of_pages[name])
-            patch.setattr(triton_pages, name, both)
+            both = launches.beside(getattr(triton_packing, name), plain_of_pages[name])
+            patch.setattr(triton_packing, name, both)
         try:
             launches.variants = found["check"] = {}
             triton_operators.check(backends.TorchCpuBackend().parts, device="cpu")
@@ -229,6 +229,9 @@ def launch_what_is_rare(shape: Shape) -> None:
     mass = torch.zeros(kv_heads, group * sample.count, 2 * PAGE // 8)
     lse = torch.zeros(kv_heads, group * sample.period)
     triton_operators.chunk_mass_(mass, queries, keys, lse, scale, sample.period, sample.step)
+    paths = torch.zeros(sample.period, 3, dtype=torch.int32)  # of a tree
+    tail = keys[0], keys[0], PAGE, sample.period, 5, paths, paths[:, 0].contiguous()
+    triton_operators.attend_tail(queries, *tail, scale)
 
 
 def attend_packed_pages(shape: Shape) -> None:

@@ -6,6 +6,7 @@ Where there is no GPU, Triton's interpreter runs them (`conftest.py`).
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,14 +24,14 @@ if EMULATED:
 
 from cpu_kv import KVLayout  # noqa: E402
 from cpu_kv.packed import PackedShape, PageCodec  # noqa: E402
-from offload_rt.attention import backends  # noqa: E402
-from offload_rt.kernels import operators, triton_kernels, triton_operators, triton_pages  # noqa: E402
+from offload_rt.attention import backends, cuda_backends  # noqa: E402
+from offload_rt.kernels import operators, triton_kernels, triton_operators, triton_packing  # noqa: E402
 from offload_rt.kernels.quantize import quantize  # noqa: E402
 from offload_rt.kernels.quantized import QuantizedKV  # noqa: E402
 from offload_rt.kernels.sizes import GROUP  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-ATTEND = (backends.TorchCudaBackend() if ON_GPU else backends.TorchCpuBackend()).parts
+ATTEND = (cuda_backends.TorchCudaBackend() if ON_GPU else backends.TorchCpuBackend()).parts
 INF = float("inf")
 WIDE = settings(derandomize=True, deadline=None, max_examples=25)
 DTYPES = st.sampled_from([torch.float16, torch.float32, torch.bfloat16])
@@ -127,11 +128,11 @@ def test_packing_and_unpacking(shape: PackedShape, pages: int, side: int, scale:
     values = paged(shape, pages, scale, torch.Generator().manual_seed(seed))
     packed = PageCodec().encode(shape, values)
     whole = slice(None) if len(values) else slice(0)
-    assert torch.equal(triton_pages.encode(shape, values.to(DEVICE)).cpu()[whole], packed[whole])
+    assert torch.equal(triton_packing.encode(shape, values.to(DEVICE)).cpu()[whole], packed[whole])
     expected = torch.empty_like(values[:, side:].contiguous())
     PageCodec().decode(shape, packed, expected, side)
     found = torch.empty_like(expected, device=DEVICE)
-    triton_pages.decode(shape, packed.to(DEVICE), found, side)
+    triton_packing.decode(shape, packed.to(DEVICE), found, side)
     assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
 
 
@@ -157,13 +158,14 @@ def test_chosen_tokens_of_packed_pages(
         PageCodec().take(shape, packed, side, page, head, 4 * token, expected)
         found = torch.empty_like(expected, device=DEVICE)
         pages_there, heads_there, tokens_there = (one.to(DEVICE) for one in (page, head, 4 * token))
-        triton_pages.take(shape, packed.to(DEVICE), side, pages_there, heads_there, tokens_there, found)
+        triton_packing.take(shape, packed.to(DEVICE), side, pages_there, heads_there, tokens_there, found)
         assert torch.equal(found.cpu().view(torch.int16), expected.view(torch.int16))
 
 
 @WIDE
 @given(
     dtype=DTYPES,
+    packs=st.booleans(),
     shape=PAGED,
     pages=st.integers(1, 9),
     group=st.integers(1, 3),
@@ -173,8 +175,9 @@ def test_chosen_tokens_of_packed_pages(
     scale=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 2**32),
 )
-def test_attention_over_packed_pages(
+def test_attention_over_pages(
     dtype: torch.dtype,
+    packs: bool,
     shape: PackedShape,
     pages: int,
     group: int,
@@ -184,7 +187,7 @@ def test_attention_over_packed_pages(
     scale: float,
     seed: int,
 ) -> None:
-    """Among them pages with the most escapes that a list can hold, and attention mass in the same pass."""
+    """Plain and packed, some with as many escapes as a list can hold; attention mass in the same pass."""
     generator, draw = torch.Generator().manual_seed(seed), Draw(seed)
     values = paged(shape, pages, scale, generator)
     packed = PageCodec().encode(shape, values)
@@ -202,15 +205,134 @@ def test_attention_over_packed_pages(
     if chunk is not None:
         chunks = len(packed) * shape.page_size // chunk
         mass = draw(shape.kv_heads, sampled, chunks + 3)[:, :, 1:-2]
-    given = packed.to(DEVICE), shape.page_size, softmax_scale, mass, reference, count, step
-    for attend in (triton_operators.attend_packed, operators.attend_packed):
-        out, lse = operators.combine(*attend(queries, *given))
+    kv: tuple[Any, ...] = packed.to(DEVICE), shape.page_size
+    if not packs:
+        kv = plain.to(DEVICE, dtype).transpose(0, 1).unbind()
+        keys, attended = (side.double().transpose(0, 1).flatten(1, 2) for side in kv)
+        scores = queries.double() @ keys.mT * softmax_scale
+    name = "attend_packed" if packs else "attend_pages"
+    for module in (triton_operators, operators):
+        found = getattr(module, name)(queries, *kv, softmax_scale, mass, reference, count, step)
+        out, lse = operators.combine(*found)
         close(out, scores.softmax(-1) @ attended, dtype)
         close(lse, scores.logsumexp(-1), dtype)
         if mass is not None and chunk is not None:
             expected = operators.sampled_rows((scores - reference.double()[..., None]).exp(), count, step)
             close(mass, expected.unflatten(2, (-1, chunk)).sum(-1), dtype)
             mass.fill_(-INF)
+
+
+class Tree:
+    """Tokens of a pass behind `shared` ones of a tail: for each its ancestors in order, itself last."""
+
+    def __init__(self, data: st.DataObject, shared: int) -> None:
+        self.shared, self.paths = shared, list[list[int]]()
+        for node in range(data.draw(st.integers(1, 9))):
+            parent = data.draw(st.integers(-1, node - 1))
+            self.paths.append([*(self.paths[parent] if parent >= 0 else []), node])
+
+    def view(self) -> tuple[int, int, Tensor, Tensor]:
+        """What `attend_tail` takes of it behind the page size."""
+        longest = max(map(len, self.paths))
+        rows = [[self.shared + node for node in path] for path in self.paths]
+        paths = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32)
+        lengths = torch.tensor([self.shared + len(row) for row in rows], dtype=torch.int32)
+        return len(rows), self.shared, paths.to(DEVICE), lengths.to(DEVICE)
+
+
+@WIDE
+@given(
+    data=st.data(),
+    dtype=DTYPES,
+    page=st.sampled_from([4, 16, 40]),
+    dim=st.sampled_from([6, 16, 80]),
+    shared=st.integers(0, 50),
+    group=st.integers(1, 3),
+    in_order=st.booleans(),
+)
+def test_attention_over_a_tail(
+    data: st.DataObject, dtype: torch.dtype, page: int, dim: int, shared: int, group: int, in_order: bool
+) -> None:
+    """Each token of a tree, or of a chain, over its own tokens."""
+    tree, draw, heads, scale = Tree(data, shared), Draw(shared + page), 2, dim**-0.5
+    count, *view = tree.view()
+    if in_order:
+        tree.paths, view = [list(range(at + 1)) for at in range(count)], [shared, None, None]
+    queries = draw(heads, group * count, dim, dtype=dtype)
+    kv = draw(2, heads, shared + count + 3, dim, dtype=dtype)
+    for module in (triton_operators, operators):
+        parts = module.attend_tail(queries, *kv, page, count, *view, scale)
+        out, lse = operators.combine(*parts)
+        for at, path in enumerate(tree.paths):
+            keys, values = kv[:, :, [*range(shared), *(shared + node for node in path)]].double()
+            rows = slice(at, None, count)
+            scores = scale * queries[:, rows].double() @ keys.mT
+            close(out[:, rows], scores.softmax(-1) @ values, dtype)
+            close(lse[:, rows], scores.logsumexp(-1), dtype)
+
+
+@settings(WIDE, max_examples=40)
+@given(
+    data=st.data(),
+    dtype=DTYPES,
+    page=st.sampled_from([4, 16, 40]),
+    dim=st.sampled_from([6, 16, 80, 200]),
+    paged=st.integers(0, 5),
+    begun=st.integers(0, 60),
+    group=st.integers(1, 3),
+    packs=st.booleans(),
+)
+def test_a_query_has_the_bits_that_it_has_alone(
+    data: st.DataObject,
+    dtype: torch.dtype,
+    page: int,
+    dim: int,
+    paged: int,
+    begun: int,
+    group: int,
+    packs: bool,
+) -> None:
+    """Whatever is beside it, wherever full pages end and the tail begins, packed or plain, in any calls."""
+    draw, heads, scale = Draw(paged + begun), 2, dim**-0.5
+    tree = Tree(data, begun)
+    count, shared, paths, lengths = tree.view()
+    before = paged * page
+    kv = draw(2, heads, before + begun + count, dim, dtype=torch.bfloat16).to(dtype)
+    pages = kv[:, :, :before].unflatten(2, (paged, page)).transpose(1, 2)
+    queries, heads_dim = draw(heads, group * count, dim, dtype=dtype), (heads, page, dim)
+    if packs:
+        shape = PackedShape(*heads_dim)
+        bits = pages.transpose(0, 1).to(torch.bfloat16).contiguous()
+        packed = triton_packing.encode(shape, bits)
+        packs = not bool(shape.overflows(packed.cpu()).any())
+    total: tuple[Any, ...] = ()
+    cuts = sorted({0, paged, *data.draw(st.lists(st.integers(0, paged), max_size=3))})
+    for start, stop in pairwise(cuts):
+        if packs:
+            given: Any = "attend_packed", (packed[start:stop], page)
+        else:
+            given = "attend_pages", tuple(pages[:, start:stop])
+        parts = getattr(triton_operators, given[0])(queries, *given[1], scale, None, None, 1, 1)
+        total = triton_operators.combine(*parts, *total)
+    tail = triton_operators.attend_tail(
+        queries, kv[0, :, before:], kv[1, :, before:], page, count, shared, paths, lengths, scale
+    )
+    total = triton_operators.combine(*tail, *total)
+    for at, path in enumerate(tree.paths):
+        own = kv[:, :, [*range(before + shared), *(before + shared + node for node in path)]]
+        seen = own.shape[2]
+        cut = data.draw(st.integers(0, (seen - 1) // page)) * page  # pages that are in a store
+        asking, alone = queries[:, at::count].contiguous(), tuple[Any, ...]()
+        if cut:
+            full = own[:, :, :cut].unflatten(2, (-1, page)).transpose(1, 2)
+            alone = triton_operators.combine(
+                *triton_operators.attend_pages(asking, full[0], full[1], scale, None, None, 1, 1)
+            )
+        last = triton_operators.attend_tail(
+            asking, own[0, :, cut:], own[1, :, cut:], page, 1, seen - cut - 1, None, None, scale
+        )
+        for one, other in zip(triton_operators.combine(*last, *alone), total, strict=True):
+            assert torch.equal(one, other[:, at::count])
 
 
 def test_a_sum_in_strided_memory_is_merged_as_it_is() -> None:
@@ -222,14 +344,6 @@ def test_a_sum_in_strided_memory_is_merged_as_it_is() -> None:
     expected = operators.combine(parts, lses, wide, lse)
     for one, other in zip(triton_operators.combine(parts, lses, wide, lse), expected, strict=True):
         close(one, other.double(), torch.float32)
-    keys, queries = draw(3, 2, heads, 16, dim)[:, 0], draw(heads, rows, dim)
-    asked = queries, keys, lse, 0.3, rows, 1
-    mass, plain = (torch.zeros(heads, rows, 6, device=DEVICE) for _ in range(2))
-    merged = triton_operators.combine_with_mass_(mass, parts, lses, wide, lse, *asked)
-    operators.chunk_mass_(plain, *asked)
-    close(mass, plain.double(), torch.float32)
-    for one, other in zip(merged, expected, strict=True):
-        close(one, other.double(), torch.float32)
 
 
 MASS = given(
@@ -240,16 +354,15 @@ MASS = given(
     group=st.integers(1, 3),
     count=st.integers(1, 9),
     step=st.integers(1, 3),
-    summed=st.booleans(),
 )
 
 
 @WIDE
 @MASS
 def test_attention_mass_of_chunks(
-    dtype: torch.dtype, pages: int, tokens: int, chunk: int, group: int, count: int, step: int, summed: bool
+    dtype: torch.dtype, pages: int, tokens: int, chunk: int, group: int, count: int, step: int
 ) -> None:
-    """By sampled queries, over keys that lie between values, alone and beside a merge."""
+    """By sampled queries, over keys that lie between values."""
     draw, heads, dim, scale = Draw(tokens + pages), 2, 32, 0.2
     step = min(step, count)
     queries, kv = (
@@ -260,14 +373,7 @@ def test_attention_mass_of_chunks(
     chunks = pages * tokens // chunk
     mass = torch.full((heads, group * -(-count // step), chunks + 2), torch.nan, device=DEVICE)
     asked: tuple[Any, ...] = (queries, keys, reference, scale, count, step)
-    if summed:
-        parts, lses = draw(2, heads, group * count, dim, dtype=dtype), draw(2, heads, group * count)
-        before = draw(heads, group * count, dim), draw(heads, group * count)
-        merged = triton_operators.combine_with_mass_(mass[:, :, 1:-1], parts, lses, *before, *asked)
-        for one, plain in zip(merged, operators.combine(parts, lses, *before), strict=True):
-            close(one, plain, dtype)
-    else:
-        triton_operators.chunk_mass_(mass[:, :, 1:-1], *asked)
+    triton_operators.chunk_mass_(mass[:, :, 1:-1], *asked)
     sampled = [g * count + (count - 1) % step + at for g in range(group) for at in range(0, count, step)]
     scores = scale * queries[:, sampled].double() @ keys.transpose(0, 1).flatten(1, 2).double().mT
     wanted = (scores - reference[:, sampled, None].double()).exp().unflatten(2, (chunks, chunk)).sum(3)
@@ -394,7 +500,7 @@ def test_quantising_chunks(dtype: torch.dtype, chunk: int, dim: int, seed: int) 
         assert not codes.unflatten(1, (-1, chunk))[others].any()
 
 
-@pytest.mark.parametrize("name", ["_segment", "_add_mass", "_quantized"])
+@pytest.mark.parametrize("name", ["_combine", "_chunk_mass", "_add_mass", "_quantized"])
 def test_what_varies_from_pass_to_pass_is_compiled_once(name: str) -> None:
     kernel = getattr(triton_kernels, name)
     names = set(inspect.signature(kernel.fn).parameters)
@@ -412,12 +518,14 @@ def test_the_check_that_comes_before_their_use_finds_a_kernel_that_is_wrong(
 ) -> None:
     for layout in (triton_operators.SMALL, KVLayout(1, 1, 80, torch.bfloat16, page_size=32)):
         triton_operators.check(ATTEND, layout, 3, DEVICE)
-    right, decode = triton_operators.combine, triton_pages.decode
+    right, decode = triton_operators.combine, triton_packing.decode
     with (
         monkeypatch.context() as patch,
         pytest.raises(RuntimeError, match="packs or unpacks pages otherwise"),
     ):
-        patch.setattr(triton_pages, "decode", lambda shape, rows, out: decode(shape, rows, out) or out.neg_())
+        patch.setattr(
+            triton_packing, "decode", lambda shape, rows, out: decode(shape, rows, out) or out.neg_()
+        )
         triton_operators.check(ATTEND, device=DEVICE)
     for wrong in (
         lambda *arguments: tuple(1.1 * one for one in right(*arguments)),
@@ -437,13 +545,13 @@ def test_kernels_that_fail_for_one_model_serve_none(monkeypatch: pytest.MonkeyPa
         if wrong in shape:
             raise RuntimeError("a kernel differs")
 
-    monkeypatch.setattr(backends, "_CHECKED", {})
+    monkeypatch.setattr(cuda_backends, "_CHECKED", {})
     monkeypatch.setattr(triton_operators, "check", check)
     kernel, plain = (lambda one: one + 1), (lambda one: one)
-    assert backends.use_triton() is None and checked == [()]
-    assert backends.use_triton(right, 4) is None and backends.use_triton(right, 4) is None
-    assert checked == [(), (right, 4)] and backends._run_checked(kernel, plain, 1) == 2
+    assert cuda_backends.use_triton() is None and checked == [()]
+    assert cuda_backends.use_triton(right, 4) is None and cuda_backends.use_triton(right, 4) is None
+    assert checked == [(), (right, 4)] and cuda_backends._run_checked(kernel, plain, 1) == 2
     failure = "RuntimeError: a kernel differs"
     for shape in ((wrong, 4), (right, 4), ()):
-        assert backends.use_triton(*shape) == failure
-    assert len(checked) == 3 and backends._run_checked(kernel, plain, 1) == 1
+        assert cuda_backends.use_triton(*shape) == failure
+    assert len(checked) == 3 and cuda_backends._run_checked(kernel, plain, 1) == 1
