@@ -84,6 +84,33 @@ class DenseHead(_Native):
 
 def dense_layer(block: Any, dtype: torch.dtype, kinds: LayerKinds) -> DenseLayer | None:
     """Returns a decoder layer in the native library; None: it computes anything else, at any position."""
+    weights = _dense_weights(block, dtype, kinds, supports)
+    return None if weights is None else DenseLayer(block, weights)
+
+
+def is_dense(block: Any, dtype: torch.dtype, kinds: LayerKinds) -> bool:
+    """Returns whether a decoder layer, on any device, does exactly the operations of `_Reference`."""
+    return _dense_weights(block, dtype, kinds, _is_plain) is not None
+
+
+def is_dense_head(norm: nn.Module, head: Any, dtype: torch.dtype) -> bool:
+    """Returns whether final norm and head, on any device, are an RMS norm and a product."""
+    return _head_norm(norm, head, dtype, _is_plain) is not None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether a part of a module has hooks, which may compute anything."""
+    return any(_hooks(module))
+
+
+def _dense_weights(
+    block: Any, dtype: torch.dtype, kinds: LayerKinds, supported: Callable[[Any, torch.dtype], bool]
+) -> LayerWeights | None:
+    """Returns the weights of a layer that does the operations of `_Reference`; None: it does others.
+
+    Args:
+        supported: whether a module is a product that may be among them.
+    """
     children = dict(block.named_children())
     if {*children} != {*_PARTS} or not _own_forwards(block):
         return None
@@ -97,7 +124,7 @@ def dense_layer(block: Any, dtype: torch.dtype, kinds: LayerKinds) -> DenseLayer
         None not in norms
         and {*parts} == {*_PROJECTIONS}
         and {*mlp_parts} == {*_MLP}
-        and all(supports(linear, dtype) for linear in (*parts.values(), *mlp_parts.values()))
+        and all(supported(linear, dtype) for linear in (*parts.values(), *mlp_parts.values()))
         and (None in head_norms) == (not any(head_norms))
         and head_dim > 0
         and head_dim % 2 == 0
@@ -108,7 +135,11 @@ def dense_layer(block: Any, dtype: torch.dtype, kinds: LayerKinds) -> DenseLayer
         return None
     linears = [*(parts[name] for name in _PROJECTIONS), *(mlp_parts[name] for name in _MLP)]
     weights: Any = (*norms, *head_norms, *linears, head_dim)
-    return DenseLayer(block, LayerWeights(*weights))
+    return LayerWeights(*weights)
+
+
+def _is_plain(linear: Any, dtype: torch.dtype) -> bool:
+    return type(linear) is nn.Linear and linear.weight.dtype == dtype
 
 
 class _Reference(nn.Module):
@@ -222,8 +253,16 @@ class _RecordedAttention:
 
 def dense_head(norm: nn.Module, head: Any, dtype: torch.dtype) -> DenseHead | None:
     """Returns the final norm and the head in the native library; None: they compute anything else."""
+    weights = _head_norm(norm, head, dtype, supports)
+    return None if weights is None else DenseHead(norm, head, weights)
+
+
+def _head_norm(
+    norm: nn.Module, head: Any, dtype: torch.dtype, supported: Callable[[Any, torch.dtype], bool]
+) -> RmsNorm | None:
+    """Returns the norm in front of a head; None: it is another one, or the head no product."""
     weights = _rms_norm(norm, dtype)
-    if weights is None or not (_own_forwards(norm) and _own_forwards(head) and supports(head, dtype)):
+    if weights is None or not (_own_forwards(norm) and _own_forwards(head) and supported(head, dtype)):
         return None
     meta, found = on_meta(norm), []
     hidden = torch.empty(1, 3, head.in_features, dtype=dtype, device="meta")
@@ -231,7 +270,7 @@ def dense_head(norm: nn.Module, head: Any, dtype: torch.dtype) -> DenseHead | No
         named = {prefix + name: one for name, one in meta.items()}
         with Expressions(meta | {"hidden": hidden}) as expressions:
             found.append(expressions.of(functional_call(module, named, (hidden,))))
-    return DenseHead(norm, head, weights) if found[0] == found[1] else None
+    return weights if found[0] == found[1] else None
 
 
 class _ReferenceNorm(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt.caches.bounded import BoundedCache
+from offload_rt.caches.full import FullCache
 from offload_rt.caches.split import SplitCache
 from offload_rt.errors import UsageError
 from offload_rt.model.attention_hook import AttentionPass
@@ -25,7 +26,11 @@ from offload_rt.model.dense_layers import (
     computes_the_same,
     dense_head,
     dense_layer,
+    has_hooks,
+    is_dense,
+    is_dense_head,
 )
+from offload_rt.model.fixed_rows import compute_in_fixed_rows, rows_are_alike
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
 from offload_rt.model.recurrence import missing_kernels
@@ -58,8 +63,11 @@ class CausalModel(Decoder):
             with torch.inference_mode(), missing_kernels() as self.missing_kernels:
                 check_against_own_forward(self)
             self._long_context = None  # that of the check was copied from a runner which is not complete
+            self._rows_differ_by: str | None = "products of another number of rows"
             if self.device.type == "cpu" and graphs is None:  # which record torch's operators alone
                 self._use_native_layers()
+            elif self.device.type == "cuda":
+                self._rows_differ_by = self._found_to_differ()
         except BaseException:
             self.restore()
             raise
@@ -67,8 +75,8 @@ class CausalModel(Decoder):
     @property
     def differs_by(self) -> str | None:
         """What rounds a token otherwise in a pass of more or fewer tokens; None: nothing does."""
-        if self.device.type != "cpu":
-            return "products on a GPU"
+        if self.device.type == "cuda":
+            return "a hook of a module" if has_hooks(self.module) else self._rows_differ_by
         for block, step in zip(self._blocks, self._steps, strict=True):
             if not (isinstance(step, DenseLayer) and step.native):
                 return f"{type(block).__name__}, which runs in torch"
@@ -136,7 +144,11 @@ class CausalModel(Decoder):
         for one in inputs:
             start += one.new.count
             rows += range(start - one.rows, start)
-        logits, hidden = self.compute(batch if alone is None else alone, ids, positions, order, rows)
+        attention_pass = batch if alone is None else alone
+        if self._rows_differ_by is None and any(isinstance(one.cache, FullCache) for one in inputs):
+            logits, hidden = compute_in_fixed_rows(self, attention_pass, ids, positions, rows)
+        else:
+            logits, hidden = self.compute(attention_pass, ids, positions, order, rows)
         counts = [one.rows for one in inputs]
         split = logits.split(counts), hidden.split(counts), batch.errors
         return [
@@ -205,6 +217,17 @@ class CausalModel(Decoder):
     def probe(self) -> Tensor:
         """Returns hidden states `[5, hidden_size]` after five fixed tokens, which identify the model."""
         return Probe(self).run(torch.arange(TOKENS, device=self.device))[0]
+
+    def _found_to_differ(self) -> str | None:
+        """Returns what rounds a token otherwise even in passes of fixed rows; None: nothing does."""
+        for block in self._blocks:
+            if not is_dense(block, self.dtype, self.kinds):
+                return f"{type(block).__name__}, of which nothing else is known"
+        if not is_dense_head(self._norm, self.module.lm_head, self.dtype):
+            return "the output head, of which nothing else is known"
+        if self.kinds.windowed:
+            return "sliding windows"
+        return None if rows_are_alike(self) else "products on this GPU"
 
     @torch.inference_mode()
     def _use_native_layers(self) -> None:

@@ -1,0 +1,111 @@
+"""Passes that compute a fixed number of rows, so that a token has the same bits alone and among others.
+
+A library chooses the kernel of a product, and so the order in which a row is summed, by the number of rows;
+torch does so for the mean in a norm. On a GPU a pass of some tokens takes as long as one of `ROWS`: both wait
+for the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from offload_rt.attention.sums import Softmax
+from offload_rt.caches.local import NO_LOCAL_STATE
+from offload_rt.model.attention_hook import AttentionPass, LocalPass
+from offload_rt.system.device_copies import to_device
+
+if TYPE_CHECKING:
+    from offload_rt.model.decoder import Decoder
+
+ROWS = 64
+"""Rows that a product computes: fewer take no less time."""
+_CHECKED_TOKENS = 100
+"""Tokens of the check: more than `ROWS`, and no multiple."""
+
+
+def compute_in_fixed_rows(
+    model: Decoder, attention: AttentionPass, ids: Tensor, positions: Tensor, rows: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Does what `CausalModel.compute` does with all layers in turn, `ROWS` rows at a time."""
+    count = len(ids)
+    ids, positions = (_padded(one, 0) for one in (ids, positions))
+    apart: AbstractContextManager[object] = _RowsApart() if len(ids) > ROWS else nullcontext()
+    with apart:
+        hidden = model.run(None, model.embed(ids), positions, _PaddedPass(attention, count))
+        logits = model.logits(hidden)
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return logits[rows[0] : rows[-1] + 1], hidden[0, rows[0] : rows[-1] + 1]
+    wanted = to_device(rows, ids.device)
+    return logits[wanted], hidden[0, wanted]
+
+
+@torch.inference_mode()
+def rows_are_alike(model: Decoder) -> bool:
+    """Computes tokens together, and some of them in other passes; returns whether every bit is the same."""
+    attention = _OwnQueries()
+    ids = torch.arange(_CHECKED_TOKENS, device=model.device) * 7 % model.vocabulary
+    positions = ids % model.max_positions
+    together = compute_in_fixed_rows(model, attention, ids, positions, range(len(ids)))
+    for some in (slice(0, 1), slice(3, 20), slice(ROWS - 1, None)):
+        apart = compute_in_fixed_rows(model, attention, ids[some], positions[some], range(len(ids[some])))
+        if not all(torch.equal(one[some], other) for one, other in zip(together, apart, strict=True)):
+            return False
+    return True
+
+
+def _padded(tensor: Tensor, dim: int) -> Tensor:
+    """Appends zeros until a dimension is a multiple of `ROWS`."""
+    padding = [0, 0] * (tensor.dim() - dim)
+    padding[-1] = -tensor.shape[dim] % ROWS
+    return torch.nn.functional.pad(tensor, padding)
+
+
+class _PaddedPass:
+    """Attention of a pass in which tokens follow that do not exist: it adds nothing to these."""
+
+    def __init__(self, attention: AttentionPass, count: int) -> None:
+        self._attention, self._count = attention, count
+
+    @property
+    def local(self) -> LocalPass:
+        return self._attention.local  # such layers are not computed here
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        queries, keys, values = (part[:, : self._count] for part in (queries, keys, values))
+        with torch._C.DisableTorchFunction():
+            return _padded(self._attention.attend(layer, queries, keys, values, softmax), 1)
+
+
+class _OwnQueries:
+    """Attention of which a token gets its own query."""
+
+    local = NO_LOCAL_STATE
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        return queries
+
+
+_OVER_ROWS = (torch.nn.functional.linear, torch.Tensor.mean)
+"""The operations of dense layers (`dense_layers._Reference`) that sum."""
+
+
+class _RowsApart(TorchFunctionMode):
+    """Computes sums over rows `[1, tokens, …]` for `ROWS` tokens at a time."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func not in _OVER_ROWS or args[0].dim() < 3 or args[0].shape[1] <= ROWS:
+            return func(*args, **given)
+        return torch.cat([func(some, *args[1:], **given) for some in args[0].split(ROWS, dim=1)], dim=1)
