@@ -126,7 +126,8 @@ class ByQueryBackend(AttentionBackend):
     ) -> StartedTail:
         seen = view.page, view.count, view.shared, view.paths, view.lengths
         parts = self.operators.attend_tail(queries, tail.keys[0], tail.values[0], *seen, scale)
-        return StartedTail(lambda total: self.combined(total, *parts), parts[1].amax(0))
+        first_page = parts[1][0]  # of which every query sees something
+        return StartedTail(lambda total: self.combined(total, *parts), first_page)
 
     def wants_reference(self, pages: KVPages) -> bool:
         return True  # the mass is taken while the pages are attended

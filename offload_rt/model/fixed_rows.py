@@ -1,8 +1,8 @@
 """Passes that compute a fixed number of rows, so that a token has the same bits alone and among others.
 
 A library chooses the kernel of a product, and so the order in which a row is summed, by the number of rows;
-torch does so for the mean in a norm. On a GPU a pass of some tokens takes as long as one of `ROWS`: both wait
-for the weights.
+torch does so for the mean in a norm. On a GPU a pass of one token takes as long as one of `PASS_ROWS`: both
+wait for the weights.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from torch.overrides import TorchFunctionMode
 
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.local import NO_LOCAL_STATE
+from offload_rt.kernels.sizes import PASS_ROWS
 from offload_rt.model.attention_hook import AttentionPass, LocalPass
 from offload_rt.system.device_copies import to_device
 
 if TYPE_CHECKING:
     from offload_rt.model.decoder import Decoder
 
-ROWS = 64
-"""Rows that a product computes: fewer take no less time."""
 _CHECKED_TOKENS = 100
-"""Tokens of the check: more than `ROWS`, and no multiple."""
+"""Tokens of the check: more than `PASS_ROWS`, and no multiple."""
 
 
 def compute_in_fixed_rows(
     model: Decoder, attention: AttentionPass, ids: Tensor, positions: Tensor, rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Does what `CausalModel.compute` does with all layers in turn, `ROWS` rows at a time."""
+    """Does what `CausalModel.compute` does with all layers in turn, `PASS_ROWS` rows at a time."""
     count = len(ids)
     ids, positions = (_padded(one, 0) for one in (ids, positions))
-    apart: AbstractContextManager[object] = _RowsApart() if len(ids) > ROWS else nullcontext()
+    apart: AbstractContextManager[object] = _RowsApart() if len(ids) > PASS_ROWS else nullcontext()
     with apart:
         hidden = model.run(None, model.embed(ids), positions, _PaddedPass(attention, count))
         logits = model.logits(hidden)
@@ -52,7 +51,7 @@ def rows_are_alike(model: Decoder) -> bool:
     ids = torch.arange(_CHECKED_TOKENS, device=model.device) * 7 % model.vocabulary
     positions = ids % model.max_positions
     together = compute_in_fixed_rows(model, attention, ids, positions, range(len(ids)))
-    for some in (slice(0, 1), slice(3, 20), slice(ROWS - 1, None)):
+    for some in (slice(0, 1), slice(3, 20), slice(PASS_ROWS - 1, None)):
         apart = compute_in_fixed_rows(model, attention, ids[some], positions[some], range(len(ids[some])))
         if not all(torch.equal(one[some], other) for one, other in zip(together, apart, strict=True)):
             return False
@@ -60,9 +59,9 @@ def rows_are_alike(model: Decoder) -> bool:
 
 
 def _padded(tensor: Tensor, dim: int) -> Tensor:
-    """Appends zeros until a dimension is a multiple of `ROWS`."""
+    """Appends zeros until a dimension is a multiple of `PASS_ROWS`."""
     padding = [0, 0] * (tensor.dim() - dim)
-    padding[-1] = -tensor.shape[dim] % ROWS
+    padding[-1] = -tensor.shape[dim] % PASS_ROWS
     return torch.nn.functional.pad(tensor, padding)
 
 
@@ -96,7 +95,7 @@ _OVER_ROWS = (torch.nn.functional.linear, torch.Tensor.mean)
 
 
 class _RowsApart(TorchFunctionMode):
-    """Computes sums over rows `[1, tokens, …]` for `ROWS` tokens at a time."""
+    """Computes sums over rows `[1, tokens, …]` for `PASS_ROWS` tokens at a time."""
 
     def __torch_function__(
         self,
@@ -106,6 +105,6 @@ class _RowsApart(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        if func not in _OVER_ROWS or args[0].dim() < 3 or args[0].shape[1] <= ROWS:
+        if func not in _OVER_ROWS or args[0].dim() < 3 or args[0].shape[1] <= PASS_ROWS:
             return func(*args, **given)
-        return torch.cat([func(some, *args[1:], **given) for some in args[0].split(ROWS, dim=1)], dim=1)
+        return torch.cat([func(some, *args[1:], **given) for some in args[0].split(PASS_ROWS, dim=1)], dim=1)

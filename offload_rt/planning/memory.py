@@ -9,6 +9,7 @@ from cpu_kv import KVSizes
 from cpu_kv.sizes import PROMPT_WRITES, READ_TOKENS, page_locked_bytes
 from offload_rt.caches.sizes import MOST_POINTS, PORTION_BYTES, GpuTier, tail_bytes
 from offload_rt.drafting.levels.base import Memory, kept_means, local_memory
+from offload_rt.kernels.sizes import PASS_ROWS
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import GIB, Gpu
@@ -194,7 +195,8 @@ class MemoryBudget:
         memory["prefill"] = request.context * target.hidden * target.dtype.itemsize + self._chunk_bytes()
         if not request.in_place and target.paged_layers:
             memory["prefill"] += request.context * target.layer_token_bytes
-        return memory | {"logits": verdict_bytes(rows, target)}
+        padding = 0 if request.in_place else -rows % PASS_ROWS * target.vocabulary * target.dtype.itemsize
+        return memory | {"logits": verdict_bytes(rows, target) + padding}
 
     def _chunk_bytes(self) -> int:
         """Returns the bytes of a chunk of a prefill: activations, and on a GPU KV on its way to the store."""

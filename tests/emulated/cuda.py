@@ -254,7 +254,7 @@ def _on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A new tensor, of sizes and values that depend on no tensor's content."""
     device = torch.device(kwargs["device"])
-    given = _plain(kwargs) | {"device": _CPU}
+    given = _plain(kwargs) | {"device": _CPU if device.type == "cuda" else device}
     pinned = given.pop("pin_memory", False)
     if device.type != "cuda":
         made = func(*_plain(args), **given)

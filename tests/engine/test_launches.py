@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cpu_kv import CudaLink, KVLayout, PagedKVStore, PlainPages, TransferEngine, cuda_link
 from offload_rt import LLM, SamplingParams
+from offload_rt.attention import cuda_backends
 from offload_rt.attention.page_codec import MachineCodec
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.refresh import RetrievalRefresh
@@ -118,6 +119,8 @@ def test_a_verification_launches_little(
             assert "on the GPU" not in unpacked, "packed pages are attended as they are"
         return outputs
 
+    # Operators are counted, whose kernels the emulation has not.
+    monkeypatch.setattr(cuda_backends, "use_triton", lambda *given: None)
     with engine_of_32_layers(kv_heads, segments, code=code, resident=resident) as (llm, prompt):
         monkeypatch.setattr(CausalModel, "forward", counted)
         monkeypatch.setattr(MachineCodec, "decode", noted)

@@ -36,7 +36,7 @@ def predicted(**changes: Any) -> Prediction:
     ("model", "draft", "config", "machine", "ms", "plain_ms", "gamma", "tokens"),
     [
         ("llama2-7b", "jf68m", "triforce", ("rtx4090", 1), 98.56, 909.6, 39, (13824, 33280, 79896)),
-        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 34.88, 150.0, 15, (58112, 13056, 55832)),
+        ("llama3.1-8b", None, "retrieval", ("rtx4090", 1), 34.42, 150.0, 15, (58112, 13056, 55832)),
         ("qwen2.5-14b", None, "trees", ("rtx4090", 2), 66.21, 93.82, 64, (13312, 0, 17804)),
         ("demo", "demo-draft", "triforce", ("none", 1), 6.11, 22.6, 7, (0, 127_000, 0)),
     ],
