@@ -22,7 +22,7 @@ from time import perf_counter
 import torch
 
 from bench import arguments as args
-from bench import gpu_checks, gpu_engine_checks, gpu_kernel_checks, machine
+from bench import gpu_bits, gpu_checks, gpu_engine_checks, gpu_kernel_checks, machine
 from bench.cases import GPU_MEMORY_GIB
 from bench.gpu_checks import SIZES, Sizes, Subject
 from bench.results import RESULTS, Row, cell, envelope
@@ -36,6 +36,7 @@ from offload_rt.machine.measuring import CPU
 from offload_rt.system.files import check_writable
 
 CHECKS: dict[str, Callable[[Subject], Iterable[Row]]] = {
+    "bits": gpu_bits.bits,
     "kernels": gpu_kernel_checks.kernels,
     "packed-pages": gpu_kernel_checks.packed_pages,
     "link-rates": gpu_kernel_checks.link_rates,
