@@ -222,9 +222,9 @@ class CausalModel(Decoder):
         """Returns what rounds a token otherwise even in passes of fixed rows; None: nothing does."""
         for block in self._blocks:
             if not is_dense(block, self.dtype, self.kinds):
-                return f"{type(block).__name__}, of which nothing else is known"
+                return f"products of {type(block).__name__}"
         if not is_dense_head(self._norm, self.module.lm_head, self.dtype):
-            return "the output head, of which nothing else is known"
+            return "products of the output head"
         if self.kinds.windowed:
             return "sliding windows"
         return None if rows_are_alike(self) else "products on this GPU"

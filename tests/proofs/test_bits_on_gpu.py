@@ -223,8 +223,7 @@ def test_a_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert exactness() == ("bits", "")
     assert exactness(hook=True) == ("distribution", "a hook of a module")
-    reason = "GraniteDecoderLayer, of which nothing else is known"
-    assert exactness("granite") == ("distribution", reason)
+    assert exactness("granite") == ("distribution", "products of GraniteDecoderLayer")
     with monkeypatch.context() as patch:
         patch.setattr(cuda_backends, "use_triton", lambda *given: "no compiler")
         reason = "attention to heads of 16 entries, which runs in torch"
