@@ -100,7 +100,8 @@ class GenerationResult:
         logprobs: log probability of each token, see `TokenEvent`; None where they were not asked for.
         exactness: what speculative decoding, batching and caching preserve. "bits": every bit of the logits
             and the KV of plain decoding behind the same text, where this installation has computed it with
-            the same page size (on a GPU: behind the same KV); "distribution": all but their rounding, so that a near tie may fall otherwise.
+            the same page size (on a GPU: behind the same KV); "distribution": all but their rounding, so
+            that a near tie may fall otherwise.
         exactness_reason: what makes rounding depend on the other tokens of a pass; empty for "bits".
     """
 
