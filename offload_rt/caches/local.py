@@ -24,6 +24,8 @@ from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, fol
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.local_history import LocalHistory, LocalLayers, RecurrentState, Window, copied
 from offload_rt.caches.new_tokens import NewTokens
+from offload_rt.caches.window_attention import PAGE, PAGED_WINDOW, attend_window, from_column
+from offload_rt.kernels.tail import TailView
 from offload_rt.system.device_copies import to_device
 
 MOST_BLOCK = 512
@@ -88,6 +90,8 @@ class LocalState:
         self._runs: list[_Run] = []
         self._ends: list[dict[int, RecurrentState]] = []
         self._masks: dict[tuple[int, ...], Tensor | None] = {}
+        self._view: TailView | None = None
+        self._read: dict[int, int] = {}  # tokens that a prefill has read, by layer
         self.before_layer: Callable[[], None] = _nothing
 
     def derived(self) -> LocalState:
@@ -108,7 +112,7 @@ class LocalState:
     def start_prefill(self) -> None:
         """Starts a prefill of verified tokens; `finish_prefill` keeps them, `give_up_prefill` does not."""
         if self.layers.kinds.local:
-            self._prefilled = dict(self._own.windows), {}
+            self._prefilled, self._read = (dict(self._own.windows), {}), {}
 
     def finish_prefill(self, tokens: int) -> None:
         """Keeps the tokens of the prefill, `tokens` in number."""
@@ -131,7 +135,7 @@ class LocalState:
         if self._followed is not self.history:
             self._states.clear()  # they follow what was drafted; now the true states are known
             self._followed = self.history
-        self._new_tokens = new
+        self._new_tokens, self._view = new, None
         self._masks.clear()
         if self.layers.kinds.recurrent:
             self._runs = _runs(new.parents, behind)
@@ -148,8 +152,13 @@ class LocalState:
         if self._parents:
             kv = torch.cat([self._rows[layer], kv], dim=2)
         self._pending[layer] = kv
+        past, depths, end = self.history.windows[layer].kv, new.depths, self.history.length
+        oldest = [end + depth - window for depth in depths]
+        if (backend := self._by_query(layer)) is not None and max(oldest) <= end - PAGE:
+            if self._view is None:
+                self._view = new.view(PAGE, end % PAGE, self.layers.device)
+            return attend_window(backend, queries, past, kv, end, oldest, self._view, softmax)
         total = AttentionSum(self._backend, queries, len(keys), softmax.scale)
-        past, depths = self.history.windows[layer].kv, new.depths
         unseen = past.shape[2] + min(depths) - window  # the oldest tokens that no query sees any more
         past = past[:, :, max(0, unseen) :]
         if past.shape[2]:
@@ -171,8 +180,7 @@ class LocalState:
         depths = self._new_tokens.depths
         if past + max(depths) <= window:
             return None
-        first = to_device([past + depth - window for depth in depths], self.layers.device)
-        return _from_column(first, past, like)
+        return from_column([past + depth - window for depth in depths], past, like)
 
     def _own_mask(self, window: int, like: Tensor) -> Tensor | None:
         new, behind = self._new_tokens, len(self._parents)
@@ -202,6 +210,10 @@ class LocalState:
         past, count = before.shape[2], queries.shape[1]
         every = torch.cat([before, torch.stack([keys, values])], dim=2)
         windows[layer] = windows[layer].append(every[:, :, past:])
+        end = self._own.length + self._read.get(layer, 0)
+        self._read[layer] = self._read.get(layer, 0) + count
+        if (backend := self._by_query(layer)) is not None:
+            return _read_pages(backend, queries, every, end, window, softmax)
         outs, block = [], min(window, MOST_BLOCK)
         for start in range(0, count, block):
             part = queries[:, start : start + block]
@@ -214,12 +226,18 @@ class LocalState:
             if whole < at:
                 total.attend(PlainPages.one(*every[:, :, whole:at]))
             if first < whole:
-                oldest = torch.arange(rows, device=self.layers.device) + (at - window + 1 - first)
-                mask = _from_column(oldest, whole - first, queries)
+                unseen = at - window + 1 - first
+                mask = from_column(range(unseen, unseen + rows), whole - first, queries)
                 window_pages = PlainPages.one(*every[:, :, first:whole])
                 total.attend(window_pages, folded_mask(self._backend, mask, part, len(keys)))
             outs.append(total.result(softmax.sinks))
         return torch.cat(outs, dim=1)
+
+    def _by_query(self, layer: int) -> AttentionBackend | None:
+        """Returns the backend that attends to the window of a layer page by page; None: there is none."""
+        kind = self.layers.kinds.kinds[layer]
+        paged = self.layers.device.type == "cpu" and kind.window is not None and kind.window >= PAGED_WINDOW
+        return self._backend.by_query(self.layers.dtype, kind.head_dim) if paged else None
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """Runs a recurrent layer over the new tokens, `[1, tokens, hidden_size]`."""
@@ -363,19 +381,24 @@ def _nothing() -> None:
     """Does nothing."""
 
 
-def _from_column(first: Tensor, columns: int, like: Tensor) -> Tensor:
-    """Returns an additive mask by which each row sees the columns from its own first one on.
+def _read_pages(
+    backend: AttentionBackend, queries: Tensor, kv: Tensor, end: int, window: int, softmax: Softmax
+) -> Tensor:
+    """Attends verified tokens from position `end` on to their windows, page by page, in blocks of queries.
 
     Args:
-        first: of each row, `[rows]`.
-
-    Returns:
-        `[rows, columns]`, in float32 or wider, on the device of `like`.
+        kv: keys and values up to those of the last query, `[2, kv_heads, tokens, head_dim]`.
     """
-    wide = torch.promote_types(like.dtype, torch.float32)
-    mask = torch.zeros(len(first), columns, dtype=wide, device=like.device)
-    unseen = torch.arange(columns, device=like.device) < first[:, None]
-    return mask.masked_fill_(unseen, -torch.inf)
+    outs, count = [], queries.shape[1]
+    past, block = kv.shape[2] - count, min(window - PAGE, MOST_BLOCK)
+    for start in range(0, count, block):
+        part, at = queries[:, start : start + block], past + start
+        rows, first = part.shape[1], end + start
+        before, own = kv[:, :, max(0, at - window + 1) : at], kv[:, :, at : at + rows]
+        oldest = range(first + 1 - window, first + 1 - window + rows)
+        view = TailView(PAGE, rows, first % PAGE)
+        outs.append(attend_window(backend, part, before, own, first, oldest, view, softmax))
+    return torch.cat(outs, dim=1)
 
 
 def _runs(parents: Sequence[int], behind: int) -> list[_Run]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offload_rt.caches.speculative import SpeculativeTokens
+from offload_rt.kernels.tail import TailView
 from offload_rt.sampling.tokens import Tokens
 from offload_rt.system.device_copies import to_device
 
@@ -68,10 +69,19 @@ class NewTokens:
         """Each token of the pass sees all before it."""
         return all(bits == (1 << at + 1) - 1 for at, bits in enumerate(self.sees))
 
-    @property
-    def ancestors(self) -> list[list[int]]:
-        """The numbers that each token sees, itself included, in the order of the sequence."""
-        return [[at for at in range(bits.bit_length()) if bits >> at & 1] for bits in self.sees]
+    def view(self, page: int, shared: int, device: torch.device) -> TailView:
+        """Returns how the tokens of the pass see `shared` tokens, then speculative ones and themselves.
+
+        Args:
+            page: in tokens.
+        """
+        if self.in_order:
+            return TailView(page, self.count, shared)
+        rows = [[shared + at for at in range(bits.bit_length()) if bits >> at & 1] for bits in self.sees]
+        longest = max(map(len, rows))
+        paths = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32)
+        lengths = torch.tensor([shared + len(row) for row in rows], dtype=torch.int32)
+        return TailView(page, self.count, shared, to_device(paths, device), to_device(lengths, device))
 
     def sees_all(self, behind: int) -> bool:
         """Returns whether a single token sees all `behind` speculative entries, so that no mask is needed."""

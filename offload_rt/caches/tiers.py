@@ -182,14 +182,7 @@ class Tail:
 
     def view(self, new: NewTokens) -> TailView:
         """Returns how the tokens of a pass see the tail."""
-        if new.in_order:
-            return TailView(self._page, new.count, self.tokens)
-        rows = [[self.tokens + row for row in ancestors] for ancestors in new.ancestors]
-        longest = max(map(len, rows))
-        paths = torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32)
-        lengths = torch.tensor([self.tokens + len(row) for row in rows], dtype=torch.int32)
-        paths, lengths = (to_device(one, self.device) for one in (paths, lengths))
-        return TailView(self._page, new.count, self.tokens, paths, lengths)
+        return new.view(self._page, self.tokens, self.device)
 
     def committed(self, layer: int) -> PlainPages:
         """Returns a view of the committed tokens of a layer, as one page."""

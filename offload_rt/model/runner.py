@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from offload_rt.caches.bounded import BoundedCache
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.split import SplitCache
+from offload_rt.caches.window_attention import PAGED_WINDOW
 from offload_rt.errors import UsageError
 from offload_rt.model.attention_hook import AttentionPass
 from offload_rt.model.cuda_graphs import Capture, CudaCapture, PassGraphs
@@ -82,7 +83,9 @@ class CausalModel(Decoder):
                 return f"{type(block).__name__}, which runs in torch"
         if not (isinstance(self._head, DenseHead) and self._head.native):
             return "the output head, which runs in torch"
-        return "sliding windows" if self.kinds.windowed else None
+        windows = [kind.window for kind in self.kinds.kinds if kind.window is not None]
+        shortest = min(windows, default=PAGED_WINDOW)
+        return f"sliding windows of {shortest} tokens" if shortest < PAGED_WINDOW else None
 
     def layer_order(self, text: str) -> LayerOrder | None:
         """Parses a layer order for this model; None: all layers in turn.

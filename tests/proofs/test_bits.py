@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.bits import LEVELS, STEPS, Program, drafting, kv_of, run_program
 from support.small_engine import LINKS, PROMPT, engine_overrides
-from support.tiny_models import noisy_copy, tiny_target, to
+from support.tiny_models import byte_ids, noisy_copy, tiny_target, to
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offload_rt import LLM, SamplingParams
+from offload_rt import LLM, Context, SamplingParams
 from offload_rt.kernels import dense
 from offload_rt.kernels.native import load_kernel
 
@@ -186,6 +186,70 @@ def test_a_program_changes_no_bit(
         assert torch.equal(kv_of(read, len(plain.tokens) - 1), plain.kv)
 
 
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 1024},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 1100, "max_window_layers": 1},
+}
+LONG = byte_ids(2000)
+
+
+@cache
+def windowed(arch: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = to(tiny_target(arch, max_position_embeddings=4096, **WINDOWED[arch]), dtype)
+    return target, noisy_copy(target)
+
+
+def open_windowed(
+    arch: str, dtype: torch.dtype, config: str, overrides: Mapping[str, object], link: str = "in place"
+) -> LLM:
+    options: dict[str, Any] = {"overrides": {**engine_overrides(), **overrides}, "link": LINKS[link]()}
+    target, draft = windowed(arch, dtype)
+    return LLM.from_models(target, draft, config=config, **options)
+
+
+def windows_of(context: Context) -> Tensor:
+    """The newest 1,000 tokens' KV of the layers with windows."""
+    windows = context._sequence.full.local.history.windows.values()
+    return torch.stack([window.kv[:, :, -1000:] for window in windows])
+
+
+@cache
+def plain_windows(arch: str, dtype: torch.dtype, prompt: int) -> Text:
+    with open_windowed(arch, dtype, "plain", {}) as llm:
+        context = llm.read(LONG[:prompt])
+        result = context.generate((), SamplingParams(max_tokens=LENGTH, logprobs=0))
+        assert result.logprobs is not None and result.exactness == "bits"
+        return Text(context.tokens, result.logprobs, windows_of(context))
+
+
+@settings(derandomize=True, max_examples=12, deadline=None, phases=[Phase.generate])
+@given(
+    arch=st.sampled_from(list(WINDOWED)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    levels=st.sampled_from(["draft", "lookup", "retrieved"]),
+    shape=st.sampled_from(["chain", "tree:4,3,3,2", "grown:12"]),
+    prompt=st.sampled_from([200, 1010, 1270, 1300, 1535]),
+    chunk=st.sampled_from([7, 300, 2048]),
+    link=st.sampled_from(list(LINKS)),
+)
+def test_windows_change_no_bit(
+    arch: str, dtype: torch.dtype, levels: str, shape: str, prompt: int, chunk: int, link: str
+) -> None:
+    """Texts that leave their windows while they are read, while they are written, or not at all."""
+
+    if arch == "mistral" and levels == "retrieved":  # of full attention, which it has not
+        levels = "draft"
+    plain = plain_windows(arch, dtype, prompt)
+    with open_windowed(arch, dtype, "retrieval", drafting(levels, shape, 4), link) as llm:
+        context = llm.read(LONG[:prompt])
+        result = context.generate((), SamplingParams(max_tokens=LENGTH, logprobs=0))
+        assert result.exactness == "bits"
+        assert context.tokens == plain.tokens and result.logprobs == plain.logprobs
+        assert torch.equal(windows_of(context), plain.kv)
+    with open_windowed(arch, dtype, "plain", {"prefill.chunk": chunk}) as llm:
+        assert torch.equal(windows_of(llm.read(plain.tokens)), plain.kv)
+
+
 def exactness(model: PreTrainedModel) -> tuple[str, str]:
     with LLM.from_models(model, config="plain", overrides=engine_overrides()) as llm:
         result = llm.generate(PROMPT[:20], SamplingParams(max_tokens=2))
@@ -212,7 +276,7 @@ def test_a_result_says_whether_its_bits_are_those_of_plain_decoding() -> None:
     [
         ("granite", "GraniteDecoderLayer, which runs in torch"),
         ("gemma3", "Gemma3DecoderLayer, which runs in torch"),
-        ("mistral", "sliding windows"),
+        ("mistral", "sliding windows of 16 tokens"),
     ],
 )
 def test_other_models_keep_the_distribution(arch: str, reason: str) -> None:
