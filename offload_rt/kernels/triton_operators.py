@@ -318,6 +318,20 @@ def check(attend: Attend, layout: KVLayout = SMALL, group: int = 2, device: str 
     chunk_mass_(found, *arguments)
     operators.chunk_mass_(wanted, queries.float(), keys[:, 0].float(), *others)
     close([found], [wanted])
+    found.zero_()
+    paged = keys[:, 0], keys[:, 1]
+    plain = operators.attend_pages(
+        queries.float(), paged[0].float(), paged[1].float(), dim**-0.5, None, None, 1, 1
+    )
+    merged = combine(*attend_pages(queries, *paged, dim**-0.5, found, lse, count, step))
+    close([*merged, found], [*operators.combine(*plain), wanted])
+    shared, *tree = _small_tree(count, tokens, device)
+    tail = draw(2, heads, shared + count, dim, dtype=dtype)
+    for paths, lengths in (tree, (None, None)):
+        view = tokens, count, shared, paths, lengths, dim**-0.5
+        merged = combine(*attend_tail(queries, tail[0], tail[1], *view))
+        plain = operators.attend_tail(queries.float(), tail[0].float(), tail[1].float(), *view)
+        close(merged, operators.combine(*plain))
     for mass in (wanted, wanted.sum(1, keepdim=True)):
         scores = [draw(heads, chunks + 3)] * 2
         scores = [one.clone() for one in scores]
@@ -350,6 +364,19 @@ def check(attend: Attend, layout: KVLayout = SMALL, group: int = 2, device: str 
     if bits16.packable:
         pages16 = draw(2, 2, heads, tokens, dim, dtype=torch.bfloat16)
         _check_pages(attend, bits16.packed_shape, pages16, queries.bfloat16())
+
+
+def _small_tree(count: int, page_size: int, device: str) -> tuple[int, Tensor, Tensor]:
+    """Returns `shared`, `paths` and `lengths` of a `TailView`: tokens below the first one of a pass.
+
+    What they see goes on from the first page of a tail to the second.
+    """
+    shared = page_size - 1
+    paths = torch.full((count, 2), shared, dtype=torch.int32)
+    paths[1:, 1] += torch.arange(1, count, dtype=torch.int32)
+    lengths = torch.full((count,), shared + 2, dtype=torch.int32)
+    lengths[0] -= 1
+    return shared, paths.to(device), lengths.to(device)
 
 
 def _check_pages(attend: Attend, shape: PackedShape, pages: Tensor, queries: Tensor) -> None:

@@ -53,7 +53,7 @@ MOST_SHARED = 99 * 1024
 """Bytes of shared memory that one block can have on a desktop's GPU."""
 MOST_SPILLED = 32
 """Bytes that a kernel may spill: ptxas does so by itself where more blocks then run at a time."""
-MOST_VARIANTS = 20
+MOST_VARIANTS = 24
 """Of one engine, or of the check; each takes up to a second to compile when a machine runs it first."""
 PAGE = 64  # as many keys as one program takes the attention mass of
 

@@ -25,7 +25,13 @@ if EMULATED:
 from cpu_kv import KVLayout  # noqa: E402
 from cpu_kv.packed import PackedShape, PageCodec  # noqa: E402
 from offload_rt.attention import backends, cuda_backends  # noqa: E402
-from offload_rt.kernels import operators, triton_kernels, triton_operators, triton_packing  # noqa: E402
+from offload_rt.kernels import (  # noqa: E402
+    operators,
+    triton_kernels,
+    triton_operators,
+    triton_packing,
+    triton_pages,
+)
 from offload_rt.kernels.quantize import quantize  # noqa: E402
 from offload_rt.kernels.quantized import QuantizedKV  # noqa: E402
 from offload_rt.kernels.sizes import GROUP  # noqa: E402
@@ -527,6 +533,16 @@ def test_the_check_that_comes_before_their_use_finds_a_kernel_that_is_wrong(
             triton_packing, "decode", lambda shape, rows, out: decode(shape, rows, out) or out.neg_()
         )
         triton_operators.check(ATTEND, device=DEVICE)
+    for name in ("attend_pages", "attend_tail"):
+        kernel = getattr(triton_pages, name)
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(RuntimeError, match="a kernel differs from its plain form by"),
+        ):
+            patch.setattr(
+                triton_pages, name, lambda *given, kernel=kernel: [1.1 * one for one in kernel(*given)]
+            )
+            triton_operators.check(ATTEND, device=DEVICE)
     for wrong in (
         lambda *arguments: tuple(1.1 * one for one in right(*arguments)),
         lambda *arguments: tuple(one.nan_to_num(0) * 0 for one in right(*arguments)),
