@@ -37,7 +37,7 @@ class _Native:
     """What takes the place of modules."""
 
     def __init__(self, *modules: nn.Module) -> None:
-        self._hooks = [hooks for module in modules for hooks in _hooks(module)]
+        self._hooks = [hooks for module in modules for hooks in hooks_of(module)]
 
     @property
     def native(self) -> bool:
@@ -96,11 +96,6 @@ def is_dense(block: Any, dtype: torch.dtype, kinds: LayerKinds) -> bool:
 def is_dense_head(norm: nn.Module, head: Any, dtype: torch.dtype) -> bool:
     """Returns whether final norm and head, on any device, are an RMS norm and a product."""
     return _head_norm(norm, head, dtype, _is_plain) is not None
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Returns whether a part of a module has hooks, which may compute anything."""
-    return any(_hooks(module))
 
 
 def _dense_weights(
@@ -312,6 +307,6 @@ def _own_forwards(module: nn.Module) -> bool:
     return not any("forward" in vars(part) for part in module.modules())
 
 
-def _hooks(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """Returns the registers of hooks of the module's parts, empty or not."""
+def hooks_of(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """Returns the registers of hooks of the module's parts, empty or not; hooks may compute anything."""
     return [hooks for part in module.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks)]

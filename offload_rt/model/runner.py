@@ -27,7 +27,7 @@ from offload_rt.model.dense_layers import (
     computes_the_same,
     dense_head,
     dense_layer,
-    has_hooks,
+    hooks_of,
     is_dense,
     is_dense_head,
 )
@@ -65,6 +65,7 @@ class CausalModel(Decoder):
                 check_against_own_forward(self)
             self._long_context = None  # that of the check was copied from a runner which is not complete
             self._rows_differ_by: str | None = "products of another number of rows"
+            self._hooks = hooks_of(model)
             if self.device.type == "cpu" and graphs is None:  # which record torch's operators alone
                 self._use_native_layers()
             elif self.device.type == "cuda":
@@ -77,7 +78,7 @@ class CausalModel(Decoder):
     def differs_by(self) -> str | None:
         """What rounds a token otherwise in a pass of more or fewer tokens; None: nothing does."""
         if self.device.type == "cuda":
-            return "a hook of a module" if has_hooks(self.module) else self._rows_differ_by
+            return "a hook of a module" if any(self._hooks) else self._rows_differ_by
         for block, step in zip(self._blocks, self._steps, strict=True):
             if not (isinstance(step, DenseLayer) and step.native):
                 return f"{type(block).__name__}, which runs in torch"
@@ -148,7 +149,8 @@ class CausalModel(Decoder):
             start += one.new.count
             rows += range(start - one.rows, start)
         attention_pass = batch if alone is None else alone
-        if self._rows_differ_by is None and any(isinstance(one.cache, FullCache) for one in inputs):
+        verifies = any(isinstance(one.cache, FullCache) for one in inputs)
+        if verifies and self._rows_differ_by is None and not any(self._hooks):  # which would see padding
             logits, hidden = compute_in_fixed_rows(self, attention_pass, ids, positions, rows)
         else:
             logits, hidden = self.compute(attention_pass, ids, positions, order, rows)

@@ -213,16 +213,21 @@ def test_a_batch_changes_no_bit(name: str) -> None:
 
 
 def test_a_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked: list[int] = []
+
     def exactness(arch: str = "llama-gqa", hook: bool = False) -> tuple[str, str]:
         target = to(tiny_target(arch), CUDA)
         with LLM.from_models(target, config="plain", overrides=engine_overrides()) as llm:
             if hook:
-                target.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+                target.model.layers[1].mlp.register_forward_hook(
+                    lambda _, given, out: hooked.append(out.shape[1])
+                )
             result = llm.generate(PROMPT[:20], SamplingParams(max_tokens=2))
         return result.exactness, result.exactness_reason
 
     assert exactness() == ("bits", "")
     assert exactness(hook=True) == ("distribution", "a hook of a module")
+    assert set(hooked) == {19, 1}, "a hook sees no padding"
     assert exactness("granite") == ("distribution", "products of GraniteDecoderLayer")
     with monkeypatch.context() as patch:
         patch.setattr(cuda_backends, "use_triton", lambda *given: "no compiler")
