@@ -47,7 +47,7 @@ def compute_in_fixed_rows(
 @torch.inference_mode()
 def rows_are_alike(model: Decoder) -> bool:
     """Computes tokens together, and some of them in other passes; returns whether every bit is the same."""
-    attention = _OwnQueries()
+    attention = _OwnValues()
     ids = torch.arange(_CHECKED_TOKENS, device=model.device) * 7 % model.vocabulary
     positions = ids % model.max_positions
     together = compute_in_fixed_rows(model, attention, ids, positions, range(len(ids)))
@@ -81,16 +81,16 @@ class _PaddedPass:
             return _padded(self._attention.attend(layer, queries, keys, values, softmax), 1)
 
 
-class _OwnQueries:
-    """Attention of which a token gets its own query."""
+class _OwnValues:
+    """Attention in which each token sees only itself, so that hidden states are those of first tokens."""
 
     local = NO_LOCAL_STATE
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        return queries
+        return values.repeat_interleave(len(queries) // len(values), dim=0)
 
 
-_OVER_ROWS = (torch.nn.functional.linear, torch.Tensor.mean)
+_OVER_ROWS = (torch.nn.functional.linear, torch.Tensor.mean, torch.mean)
 """The operations of dense layers (`dense_layers._Reference`) that sum."""
 
 
