@@ -227,7 +227,8 @@ def use_triton(layout: KVLayout | None = None, group: int = 1) -> str | None:
     shape = None if layout is None else (layout, group)
     if shape not in _CHECKED and not (shape is None and _CHECKED):
         _CHECKED[shape] = _check_triton(() if shape is None else shape)
-    return next((reason for reason in _CHECKED.values() if reason is not None), None)
+    # A copy, as another thread may open a model meanwhile.
+    return next((reason for reason in list(_CHECKED.values()) if reason is not None), None)
 
 
 def _check_triton(shape: tuple[KVLayout, int] | tuple[()]) -> str | None:
