@@ -90,6 +90,9 @@ class Variant(NamedTuple):
         constants = (f"{self.kernel.arg_names[place]}={value}" for (place,), value in self.constants.items())
         return f"{self.kernel.__name__}[{', '.join(constants)}] of {', '.join(self.signature.values())}"
 
+    def constant(self, name: str) -> Any:
+        return self.constants[(self.kernel.arg_names.index(name),)]
+
 
 class Launches:
     """Takes Triton's place: records what is launched, and compiles and launches nothing.
@@ -256,6 +259,15 @@ def project_kernels() -> dict[str, Any]:
     return found
 
 
+def sums(compiled: Any) -> set[str]:
+    """Returns the layouts in which attention multiplies tiles on tensor cores, and sums rows of a tile."""
+    text = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    rows = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<\d+x\d+xf32, (#\w+)>\)', text, re.DOTALL)
+    assert rows, text
+    return {layouts[name] for name in rows} | {one for one in layouts.values() if "nvidia_mma" in one}
+
+
 def test_every_kernel_is_launched(runs: dict[str, Run]) -> None:
     """A new kernel must be launched by one of the runs above, else nothing compiles it before a GPU does."""
     every = project_kernels()
@@ -279,14 +291,20 @@ def test_no_variant_spills(
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """Nor does one need more shared memory than a block can have."""
+    """Nor does one need more shared memory than a block can have.
+
+    All kernels for attention to heads of one kind sum in the same layouts, so in the same order.
+    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compiled in this very run
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
-    failures = []
+    failures, orders = [], dict[tuple[str, int], set[str]]()
     for variant in {key: one for run in runs.values() for key, one in run.items()}.values():
         kernel, signature, constants, attributes, options = variant
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        if kernel.__name__ in ("_attend_pages", "_attend_tail"):
+            order = orders.setdefault((signature["asking"], variant.constant("HALF")), sums(compiled))
+            assert sums(compiled) == order, f"{variant} sums in another order"
         log = capfd.readouterr().out
         spills = re.findall(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
