@@ -81,10 +81,10 @@ class TorchCudaBackend(TorchBackend):
 
 
 class ByQueryBackend(AttentionBackend):
-    """Our Triton kernels, which attend page by page, and to each query by itself.
+    """Our Triton kernels, which attend page by page, each query by itself.
 
     Args:
-        others: the backend for what no pass asks for that verifies.
+        others: the backend for prompts and masks, which passes that verify do not need.
     """
 
     name = "by-query"
@@ -279,7 +279,7 @@ def preferred(
 
 
 def _decoding_ms(backend: AttentionBackend, device: torch.device) -> float:
-    """Returns the ms of a verification's attention: 17 queries over a segment of 16 pages."""
+    """Returns the ms of attention of a few queries, 17 of each head, over 16 pages."""
     queries = torch.randn(32, 17, 128, dtype=torch.float16, device=device)
     keys = torch.randn(16, 32, 256, 128, dtype=torch.float16, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -20,7 +20,7 @@ import triton.language as tl
 from offload_rt.kernels import operators, quantized
 
 # Values that change from pass to pass. Triton would compile a kernel for each that is 1 or divisible by 16.
-VARIES = ["pages", "queries", "rows", "period", "step", "offset", "sampled", "sampled_rows", "folded"]
+VARIES = ["pages", "queries", "rows", "period", "step", "offset", "sampled", "folded"]
 VARIES += ["tokens", "groups_each"]
 VARIES += ["blocks", "chunks", "score_stride", "mass_head_stride", "mass_row_stride"]
 MAX_EXPONENT: Any = tl.constexpr(operators.MAX_EXPONENT)

@@ -22,7 +22,7 @@ from offload_rt.kernels.triton_kernels import MAX_EXPONENT, MIN_ROWS
 from offload_rt.kernels.triton_packing import _bases, _first_escape, _unpacked_tile
 
 # Values that change from pass to pass. Triton would compile a kernel for each that is 1 or divisible by 16.
-VARIES = ["pages", "rows", "period", "step", "offset", "sampled", "mass_head_stride", "mass_row_stride"]
+VARIES = ["rows", "period", "step", "offset", "sampled", "mass_head_stride", "mass_row_stride"]
 VARIES += ["count", "group", "shared", "longest"]
 
 

@@ -1,4 +1,4 @@
-"""Passes that compute a fixed number of rows, so that a token has the same bits alone and among others.
+"""Passes that compute a fixed number of rows, so that a token has the same bits in every pass.
 
 A library chooses the kernel of a product, and so the order in which a row is summed, by the number of rows;
 torch does so for the mean in a norm. On a GPU a pass of one token takes as long as one of `PASS_ROWS`: both
@@ -46,7 +46,7 @@ def compute_in_fixed_rows(
 
 @torch.inference_mode()
 def rows_are_alike(model: Decoder) -> bool:
-    """Computes tokens together, and some of them in other passes; returns whether every bit is the same."""
+    """Returns whether tokens have the same bits in one pass and in passes of some of them."""
     attention = _OwnValues()
     ids = torch.arange(_CHECKED_TOKENS, device=model.device) * 7 % model.vocabulary
     positions = ids % model.max_positions
@@ -66,7 +66,7 @@ def _padded(tensor: Tensor, dim: int) -> Tensor:
 
 
 class _PaddedPass:
-    """Attention of a pass in which tokens follow that do not exist: it adds nothing to these."""
+    """Attention of a padded pass: it computes the tokens, and returns zeros for the padding."""
 
     def __init__(self, attention: AttentionPass, count: int) -> None:
         self._attention, self._count = attention, count
