@@ -122,8 +122,8 @@ default, with full attention in every layer: a checkpoint runs if its own config
 
 *On a CPU* says what drafts, batches and caches leave as it is, as a result's `exactness` does: every bit of
 plain decoding (*bits*; in float32 and bfloat16, with the native library), or all but the rounding of near
-ties (*distribution*). On a GPU, with Triton, it is the same. Windows are short here: from 1,024 tokens on a CPU
-attends to them page by page, so that those of Mistral's checkpoints leave every bit there.
+ties (*distribution*). On a GPU, with Triton, it is the same. Windows are short here: from 1,024 tokens on
+a CPU attends to them page by page, so that those of Mistral's checkpoints leave every bit there.
 
 What a layer keeps of a sequence is read from its config and modules. The KV of *full* attention is paged in
 CPU memory. The others stay on the device, as they are small:

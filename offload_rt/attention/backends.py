@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,10 +52,12 @@ class AttentionBackend(ABC):
 
     Attributes:
         operators: namespace of the functions of `operators.py`.
+        tails_first: a tail is attended first, as the device waits for the segments before it.
     """
 
     name: str
     operators: Any = operators
+    tails_first: ClassVar[bool] = False
 
     @abstractmethod
     def parts(
@@ -113,17 +115,14 @@ class AttentionBackend(ABC):
     ) -> StartedTail:
         """Starts attention over a tail, one page; queries see it by `mask` and, said otherwise, `view`.
 
-        It is added behind all other segments. A GPU attends to it at once, as it waits for these.
+        It is added behind all other segments.
         """
         return StartedTail(lambda total: self.add(total, queries, tail, scale, mask))
 
-    def begin_prompt(self, queries: Tensor, tail: PlainPages, scale: float, view: TailView) -> StartedTail:
-        """Does `begin_tail` for many queries in order, without a mask."""
-        return StartedTail(lambda total: self._add_prompt(total, queries, tail, scale, view))
-
-    def _add_prompt(
+    def add_prompt(
         self, total: Total | None, queries: Tensor, tail: PlainPages, scale: float, view: TailView
     ) -> Total:
+        """Does `add` over a tail, one page, for many queries in order."""
         own, before = tail.cut(view.shared, tail.tokens), tail.cut(0, view.shared)
         heads = queries.unflatten(1, (-1, view.count)).flatten(0, 1)
         out, lse = self.causal(heads, own.keys[0], own.values[0], scale)
@@ -301,10 +300,12 @@ class NativeCpuBackend(TorchCpuBackend):
             return super().begin_tail(queries, tail, scale, mask, view)
         return StartedTail(partial(self._kernel.attend_tail, queries, tail, scale, view, self.threads))
 
-    def begin_prompt(self, queries: Tensor, tail: PlainPages, scale: float, view: TailView) -> StartedTail:
+    def add_prompt(
+        self, total: Total | None, queries: Tensor, tail: PlainPages, scale: float, view: TailView
+    ) -> Total:
         if not self._kernel.supports(queries, tail):
-            return super().begin_prompt(queries, tail, scale, view)
-        return StartedTail(partial(self._kernel.attend_tail, queries, tail, scale, view, self.threads))
+            return super().add_prompt(total, queries, tail, scale, view)
+        return self._kernel.attend_tail(queries, tail, scale, view, self.threads, total)
 
     def add_with_mass(
         self,

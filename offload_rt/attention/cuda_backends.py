@@ -26,24 +26,19 @@ class TorchCudaBackend(TorchBackend):
 
     name = "torch-cuda"
     operators = torch.ops.offload_rt
+    tails_first = True
     _mask_alignment = 8  # the efficient kernel reads its bias in rows of this many entries
     _unseen: ClassVar = {torch.float16: -6e4}
 
     def begin_tail(
         self, queries: Tensor, tail: PlainPages, scale: float, mask: Tensor | None, view: TailView
     ) -> StartedTail:
-        return self._at_once(self.parts(queries, tail.keys, tail.values, scale, mask))
-
-    def begin_prompt(self, queries: Tensor, tail: PlainPages, scale: float, view: TailView) -> StartedTail:
-        out, lse = self._add_prompt(None, queries, tail, scale, view)
-        return self._at_once((out[None], lse[None]))
-
-    def _at_once(self, parts: Total) -> StartedTail:
+        parts = self.parts(queries, tail.keys, tail.values, scale, mask)
         return StartedTail(lambda total: self.combined(total, *parts), parts[1].amax(0))
 
     def by_query(self, dtype: torch.dtype, head_dim: int) -> AttentionBackend | None:
         fits = dtype != torch.float64 and head_dim % 2 == 0 and use_triton() is None
-        return ByQueryBackend(self) if fits else None
+        return ByQueryBackend(self) if fits and queries_are_alike(dtype, head_dim) else None
 
     def _dense(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool
@@ -177,6 +172,20 @@ class ByQueryBackend(AttentionBackend):
         else:
             found = self.operators.attend_pages(queries, pages.side(0), pages.side(1), *taken)
         return found
+
+
+@cache
+def queries_are_alike(dtype: torch.dtype, head_dim: int, device: str = "cuda") -> bool:
+    """Returns whether the Triton kernels give a query the same bits beside others and alone.
+
+    And over a page whether it is plain, packed or a tail: a compiler may choose a layout for each kernel.
+    """
+    from offload_rt.kernels import triton_operators
+
+    try:
+        return triton_operators.queries_are_alike(dtype, head_dim, device)
+    except Exception:  # as `_check_triton` says; these sizes may not compile
+        return False
 
 
 class FlashAttnBackend(TorchCudaBackend):

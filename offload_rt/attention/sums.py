@@ -6,6 +6,8 @@ through their log-sum-exp.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -80,14 +82,26 @@ class AttentionSum:
         """Starts attention over a tail, which `end_tail` adds; see `AttentionBackend.begin_tail`."""
         self._tail = self._backend.begin_tail(self._queries, tail, self._scale, mask, view)
 
-    def begin_prompt(self, tail: PlainPages, view: TailView) -> None:
-        """Does `begin_tail` for many queries in order; see `AttentionBackend.begin_prompt`."""
-        self._tail = self._backend.begin_prompt(self._queries, tail, self._scale, view)
-
     def end_tail(self) -> None:
         """Adds the tail, behind all other segments, as in the sequence."""
         assert self._tail is not None
         self._total = self._tail.add(self._total)
+
+    def attend_prompt(self, tail: PlainPages, view: TailView, before: Iterable[KVPages]) -> None:
+        """Adds attention of many queries in order over segments, and over a tail behind them.
+
+        Args:
+            before: each segment is valid until the next one.
+        """
+        add = partial(
+            self._backend.add_prompt, queries=self._queries, tail=tail, scale=self._scale, view=view
+        )
+        if self._backend.tails_first:
+            self._total = add(self._total)
+        for segment in before:
+            self.attend(segment)
+        if not self._backend.tails_first:
+            self._total = add(self._total)
 
     def attend_quantized(self, layer: QuantizedLayer, count: Tensor | None = None) -> None:
         """Adds attention over the first `count` tokens of quantised keys and values; None: all of them."""

@@ -157,7 +157,8 @@ class FullCache:
             raise RuntimeError("attend without a pass: call begin first")
         self._check_cancelled()
         self.scale = softmax.scale
-        self._queries.append(queries)
+        if self.derived:
+            self._queries.append(queries)
         # Queries leave first, as remote tiers take longest; the layer before is accounted for meanwhile.
         started = []
         for tier, start, stop in self._ranges:

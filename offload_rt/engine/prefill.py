@@ -137,8 +137,5 @@ class PromptAttention:
         if self._kv_alone:
             return torch.zeros_like(queries)
         total = AttentionSum(cache.backend, queries, len(keys), softmax.scale)
-        total.begin_prompt(tail, view)
-        for segment in earlier:
-            total.attend(segment)
-        total.end_tail()
+        total.attend_prompt(tail, view, earlier)
         return total.result(softmax.sinks)

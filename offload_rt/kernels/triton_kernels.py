@@ -55,18 +55,33 @@ def _combine(
     if HAS_SUM:
         summed, total = tl.load(out + row * dim + column, mask=seen, other=0.0), tl.load(lse + row)
     # In order, one after the other: a sum has the same bits however the pages are grouped in calls.
+    first, first_lse, second, second_lse, third, third_lse, fourth, fourth_lse = _parts(
+        parts, lses, 0, pages, row, rows, page_stride, seen
+    )
     for page in range(0, pages, AT_A_TIME):
-        # All of them are loaded before the first one is added.
-        first, first_lse = _part(parts, lses, page, pages, row, rows, page_stride, seen)
-        second, second_lse = _part(parts, lses, page + 1, pages, row, rows, page_stride, seen)
-        third, third_lse = _part(parts, lses, page + 2, pages, row, rows, page_stride, seen)
-        fourth, fourth_lse = _part(parts, lses, page + 3, pages, row, rows, page_stride, seen)
+        # While these are added, the next ones are loaded.
+        next_first, next_first_lse, next_second, next_second_lse, next_third, next_third_lse, \
+            next_fourth, next_fourth_lse = _parts(
+                parts, lses, page + AT_A_TIME, pages, row, rows, page_stride, seen
+            )
         summed, total = _with_part(summed, total, first, first_lse)
         summed, total = _with_part(summed, total, second, second_lse)
         summed, total = _with_part(summed, total, third, third_lse)
         summed, total = _with_part(summed, total, fourth, fourth_lse)
+        first, first_lse, second, second_lse = next_first, next_first_lse, next_second, next_second_lse
+        third, third_lse, fourth, fourth_lse = next_third, next_third_lse, next_fourth, next_fourth_lse
     tl.store(new_out + row * dim + column, summed, mask=seen)
     tl.store(new_lse + row, total)
+
+
+@triton.jit
+def _parts(parts, lses, page, pages, row, rows, page_stride, seen):
+    """Loads a row of `AT_A_TIME` parts and their log-sum-exps."""
+    first, first_lse = _part(parts, lses, page, pages, row, rows, page_stride, seen)
+    second, second_lse = _part(parts, lses, page + 1, pages, row, rows, page_stride, seen)
+    third, third_lse = _part(parts, lses, page + 2, pages, row, rows, page_stride, seen)
+    fourth, fourth_lse = _part(parts, lses, page + 3, pages, row, rows, page_stride, seen)
+    return first, first_lse, second, second_lse, third, third_lse, fourth, fourth_lse
 
 
 @triton.jit

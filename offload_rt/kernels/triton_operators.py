@@ -410,6 +410,32 @@ def _check_pages(attend: Attend, shape: PackedShape, pages: Tensor, queries: Ten
         raise RuntimeError("a kernel unpacks chosen tokens of pages otherwise than its plain form")
 
 
+def queries_are_alike(dtype: torch.dtype, head_dim: int, device: str = "cuda") -> bool:
+    """See `cuda_backends.queries_are_alike`; with two heads, and pages of two tiles and a half."""
+    page, count, heads = 5 * TILE // 2, 3, 2
+    generator = torch.Generator(device).manual_seed(0)
+    kv = torch.randn(2, 2, heads, page, head_dim, generator=generator, device=device)
+    queries = torch.randn(heads, 2 * count, head_dim, generator=generator, device=device).to(dtype)
+    kv, scale = kv.to(torch.bfloat16), head_dim**-0.5
+    none = scale, None, None, 1, 1
+    keys, values = kv.to(dtype).transpose(0, 1)
+    together = attend_pages(queries, keys, values, *none)
+    tail = [side.transpose(0, 1).flatten(1, 2) for side in (keys, values)]
+    last = queries[:, count - 1 :: count].contiguous()
+    found = [attend_pages(last, keys, values, *none)]
+    found.append(attend_tail(last, tail[0], tail[1], page, 1, 2 * page - 1, None, None, scale))
+    alike = all(
+        torch.equal(one[:, :, count - 1 :: count], other)
+        for parts in found
+        for one, other in zip(together, parts, strict=True)
+    )
+    layout = KVLayout(1, heads, head_dim, dtype, page)
+    if layout.packable:
+        pages = triton_packing.encode(layout.packed_shape, kv)
+        alike &= all(map(torch.equal, attend_packed(queries, pages, page, *none), together))
+    return alike
+
+
 def close(found: Any, wanted: Any) -> None:
     """Raises RuntimeError unless the tensors agree up to the order of summation."""
     for one, other in zip(found, wanted, strict=True):

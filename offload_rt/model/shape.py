@@ -117,6 +117,11 @@ class ModelShape:
             raise ValueError(f"{self.layers} layers, but kinds of {len(self.kinds.kinds)}")
 
     @property
+    def dense(self) -> bool:
+        """Layers are attention over the whole sequence and an MLP without experts, and are not quantised."""
+        return not (self.quantized or self.expert_parameters or self.kinds.local)
+
+    @property
     def mlp_bytes(self) -> int:
         """Bytes of the MLP of one layer."""
         return self._stored_bytes(self.mlp_parameters, self.quantized_mlp)

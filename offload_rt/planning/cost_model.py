@@ -14,7 +14,7 @@ from itertools import pairwise
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.priors import LATER_CHOICES, expected_tokens, outcome_chances
 from offload_rt.drafting.levels.base import Cost
-from offload_rt.kernels.sizes import MOST_PACKED_QUERIES, tile_rows
+from offload_rt.kernels.sizes import MOST_PACKED_QUERIES, PASS_ROWS, tile_rows
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.shape import ModelShape
@@ -240,8 +240,15 @@ class CostModel:
         return self._ahead_ms[key]
 
     def dense(self, queries: int) -> Cost:
-        """Returns the cost of a target pass of `queries` tokens, without attention over the context."""
-        return self.pass_cost(self.target, queries)
+        """Returns the cost of a target pass that verifies, without attention over the context.
+
+        A GPU computes `PASS_ROWS` rows at a time where layers are dense.
+        """
+        target, cost = self.target, self.pass_cost(self.target, queries)
+        if self.request.in_place or not target.dense:
+            return cost
+        products = -(-queries // PASS_ROWS) * self._products(target, PASS_ROWS)
+        return cost + Cost(products - self._products(target, queries))
 
     def verification(self, placement: Placement, shape: DraftShape) -> PassTime:
         """Returns the times of a pass over the full cache that verifies a draft."""

@@ -195,7 +195,8 @@ class MemoryBudget:
         memory["prefill"] = request.context * target.hidden * target.dtype.itemsize + self._chunk_bytes()
         if not request.in_place and target.paged_layers:
             memory["prefill"] += request.context * target.layer_token_bytes
-        padding = 0 if request.in_place else -rows % PASS_ROWS * target.vocabulary * target.dtype.itemsize
+        padded = 0 if request.in_place or not target.dense else -rows % PASS_ROWS
+        padding = padded * target.vocabulary * target.dtype.itemsize
         return memory | {"logits": verdict_bytes(rows, target) + padding}
 
     def _chunk_bytes(self) -> int:

@@ -248,9 +248,8 @@ def test_a_prompt_sees_what_is_before_it(
     q, k, v = random_parts(heads, kv_heads, queries, before + shared + queries, dtype, device, seed=queries)
     pages = PlainPages(*(laid_out(part[:, :before], page) for part in (k, v)))
     total = AttentionSum(backend, q, kv_heads, SCALE)
-    total.begin_prompt(PlainPages.one(k[:, before:], v[:, before:]), TailView(page, queries, shared))
-    total.attend(pages)
-    total.end_tail()
+    tail = PlainPages.one(k[:, before:], v[:, before:])
+    total.attend_prompt(tail, TailView(page, queries, shared), [pages])
     assert total.lse is not None
     mask = torch.nn.functional.pad(causal_mask(queries, q), (before + shared, 0))
     assert_close((total.result(), unfold(total.lse, heads)), q, k, v, mask)

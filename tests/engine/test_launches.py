@@ -121,6 +121,7 @@ def test_a_verification_launches_little(
 
     # Operators are counted, whose kernels the emulation has not.
     monkeypatch.setattr(cuda_backends, "use_triton", lambda *given: None)
+    monkeypatch.setattr(cuda_backends, "queries_are_alike", lambda *given: True)
     with engine_of_32_layers(kv_heads, segments, code=code, resident=resident) as (llm, prompt):
         monkeypatch.setattr(CausalModel, "forward", counted)
         monkeypatch.setattr(MachineCodec, "decode", noted)

@@ -170,6 +170,7 @@ def runs() -> dict[str, Run]:
         patch.setattr(triton.knobs.runtime, "jit_cache_hook", launches.hook)
         for module in (cuda_backends, engine, inventory, page_codec):
             patch.setattr(module, "use_triton", lambda *given: None)
+        patch.setattr(cuda_backends, "queries_are_alike", lambda *given: True)
         for name in operators.NAMES:
             plain = as_of_kernels(getattr(operators, name))
             both = launches.beside(getattr(triton_operators, name), plain)

@@ -228,6 +228,21 @@ def test_attention_over_pages(
             mass.fill_(-INF)
 
 
+@pytest.mark.parametrize("dim", [16, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_check_of_bits_finds_what_depends_on_other_queries(
+    dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert triton_operators.queries_are_alike(dtype, dim, DEVICE)
+    for name in ("attend_tail", "attend_packed") if dtype == torch.bfloat16 else ("attend_tail",):
+        with monkeypatch.context() as patch:
+            right = getattr(triton_operators, name)
+            patch.setattr(
+                triton_operators, name, lambda *given, of=right: (1.01 * of(*given)[0], of(*given)[1])
+            )
+            assert not triton_operators.queries_are_alike(dtype, dim, DEVICE)
+
+
 class Tree:
     """Tokens of a pass behind `shared` ones of a tail: for each its ancestors in order, itself last."""
 

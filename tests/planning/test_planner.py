@@ -417,7 +417,7 @@ FLOAT32 = replace(LLAMA, dtype=ElementType.FLOAT32)
         ({"hardware": host(0, memory_bytes=60 * GIB)}, "host memory has 60.0", "", 89856),
         ({"target": THIRTEEN, "hardware": ROOMY}, "weights 23.9", "--quantize nf4", 0),
         ({"target": FLOAT32, "hardware": ROOMY}, "weights 24.6", "--dtype bfloat16", 0),
-        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=13120", 119808),
+        ({"overrides": {"retrieval.budget": 60_000}}, "29.7", "--set retrieval.budget=13120", 119552),
         (
             {"overrides": {"offload.resident_tokens": 65_536}},
             "32.0",

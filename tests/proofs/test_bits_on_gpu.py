@@ -138,6 +138,7 @@ def by_query() -> Iterator[None]:
     ):
         for module in (cuda_backends, engine):
             patch.setattr(module, "use_triton", lambda *given: None)
+        patch.setattr(cuda_backends, "queries_are_alike", lambda *given: True)
         for operator in (attend_pages, attend_packed, attend_tail, combine):
             library.impl(operator.__name__, operator, "CPU")
             library.impl(operator.__name__, shapes_of(operator.__name__), "Meta")
@@ -229,10 +230,11 @@ def test_a_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert exactness(hook=True) == ("distribution", "a hook of a module")
     assert set(hooked) == {19, 1}, "a hook sees no padding"
     assert exactness("granite") == ("distribution", "products of GraniteDecoderLayer")
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda_backends, "use_triton", lambda *given: "no compiler")
-        reason = "attention to heads of 16 entries, which runs in torch"
-        assert exactness() == ("distribution", reason)
+    reason = "attention to heads of 16 entries, which runs in torch"
+    for name, found in (("use_triton", "no compiler"), ("queries_are_alike", False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_backends, name, lambda *given, found=found: found)
+            assert exactness() == ("distribution", reason)
     monkeypatch.setattr(fixed_rows, "rows_are_alike", lambda model: False)
     monkeypatch.setattr("offload_rt.model.runner.rows_are_alike", lambda model: False)
     assert exactness() == ("distribution", "products on this GPU")
