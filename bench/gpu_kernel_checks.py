@@ -100,8 +100,7 @@ def _attention_and_mass(
     queries = fold(random_kv(heads, count, HEAD_DIM, device=device), kv_heads)
     both = random_kv(subject.sizes.pages * 8 // kv_heads, 2, kv_heads, PAGE, HEAD_DIM, device=device)
     keys, values = both[:, 0], both[:, 1]
-    fast = TorchCudaBackend()
-    backend = ByQueryBackend(fast)
+    fast, backend = TorchCudaBackend(), ByQueryBackend()
     before = backend.add(None, queries, PlainPages(keys[:1], values[:1]), scale)
     lse = before[1].contiguous()
     chunks = len(keys) * PAGE // CHUNK
@@ -178,7 +177,7 @@ def packed_pages(subject: Subject) -> Iterator[Row]:
 
 def _packed_attention(subject: Subject, name: str, queries: Tensor, pages: Tensor) -> Iterator[Row]:
     """Yields the error of attention over packed pages, its GB/s, and its time by that over raw pages."""
-    backend, scale = ByQueryBackend(TorchCudaBackend()), HEAD_DIM**-0.5
+    backend, scale = ByQueryBackend(), HEAD_DIM**-0.5
     shape = PackedShape(pages.shape[2], PAGE, HEAD_DIM)
     packed = machine_codec().encode(shape, pages)
     forms = PackedPages(packed, shape, machine_codec()), PlainPages.of(pages)

@@ -13,7 +13,7 @@ folded into the query length, so keys and values are never repeated in memory: a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -157,13 +157,14 @@ class AttentionBackend(ABC):
             mass: output, see `operators.chunk_mass_`.
             reference: what the mass is relative to; None: the log-sum-exp of the result.
         """
-        every, chunks, at = (sample.period, sample.step), mass.shape[2] // max(1, len(pages)), 0
+        if len(pages) == 1:
+            pages = pages.plain()  # unpacked once
         total = self.add(total, queries, pages, scale)
         reference = total[1] if reference is None else reference
-        for some in pages.portions():
-            part = mass[:, :, at : at + len(some) * chunks]
-            at += len(some) * chunks
-            self.operators.chunk_mass_(part, queries, some.keys, reference, scale, *every)
+        for some, part in with_mass(pages.portions(), mass, len(pages)):
+            self.operators.chunk_mass_(
+                part, queries, some.side(0), reference, scale, sample.period, sample.step
+            )
         return total
 
     def wants_reference(self, pages: KVPages) -> bool:
@@ -175,6 +176,14 @@ class AttentionBackend(ABC):
     ) -> Total:
         """Does `add` over the first `count` tokens of quantised keys and values; None: all of them."""
         return self.combined(total, *self.operators.attend_quantized(queries, *layer, count, scale))
+
+
+def with_mass(portions: Iterable[KVPages], mass: Tensor, pages: int) -> Iterator[tuple[KVPages, Tensor]]:
+    """Yields portions of so many pages, each with its part of the mass of their chunks."""
+    chunks, at = mass.shape[2] // max(1, pages), 0
+    for some in portions:
+        yield some, mass[:, :, at : at + len(some) * chunks]
+        at += len(some) * chunks
 
 
 class TorchBackend(AttentionBackend):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout, KVPages, PackedPages, PlainPages
-from offload_rt.attention.backends import AttentionBackend, StartedTail, TorchBackend, Total
+from offload_rt.attention.backends import AttentionBackend, StartedTail, TorchBackend, Total, with_mass
 from offload_rt.attention.mass import Sample
 from offload_rt.kernels import operators
 from offload_rt.kernels.sizes import MASKED_PAGE, MOST_PACKED_QUERIES, TILE
@@ -38,7 +38,7 @@ class TorchCudaBackend(TorchBackend):
 
     def by_query(self, dtype: torch.dtype, head_dim: int) -> AttentionBackend | None:
         fits = dtype != torch.float64 and head_dim % 2 == 0 and use_triton() is None
-        return ByQueryBackend(self) if fits and queries_are_alike(dtype, head_dim) else None
+        return ByQueryBackend() if fits and queries_are_alike(dtype, head_dim) else None
 
     def _dense(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, causal: bool
@@ -75,31 +75,17 @@ class TorchCudaBackend(TorchBackend):
         return bias.copy_(mask.clamp(min=self._unseen.get(dtype, -1e30)))
 
 
-class ByQueryBackend(AttentionBackend):
-    """Our Triton kernels, which attend page by page, each query by itself.
-
-    Args:
-        others: the backend for prompts and masks, which passes that verify do not need.
-    """
+class ByQueryBackend(TorchCudaBackend):
+    """Our Triton kernels, which attend page by page, each query by itself; torch's for masks and prompts."""
 
     name = "by-query"
-
-    def __init__(self, others: TorchCudaBackend) -> None:
-        self.operators = others.operators
-        self._others = others
 
     def parts(
         self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if mask is not None:
-            return self._others.parts(queries, keys, values, scale, mask)
+            return super().parts(queries, keys, values, scale, mask)
         return self._attended(queries, PlainPages(keys, values), scale)
-
-    def causal(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return self._others.causal(queries, keys, values, scale)
-
-    def mask(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._others.mask(mask, dtype)
 
     def by_query(self, dtype: torch.dtype, head_dim: int) -> AttentionBackend | None:
         return self
@@ -144,10 +130,7 @@ class ByQueryBackend(AttentionBackend):
         parts = chunk // math.gcd(chunk, TILE)
         fine = mass if parts == 1 else mass.new_empty(*mass.shape[:2], mass.shape[2] * parts)
         portions = [pages] if queries.shape[1] <= MOST_PACKED_QUERIES else pages.portions()
-        at, chunks = 0, fine.shape[2] // max(1, len(pages))
-        for some in portions:
-            part = fine[:, :, at : at + len(some) * chunks]
-            at += len(some) * chunks
+        for some, part in with_mass(portions, fine, len(pages)):
             found = self._attended(queries, some, scale, part, reference, sample.period, sample.step)
             total = self.combined(total, *found)
         if parts > 1:

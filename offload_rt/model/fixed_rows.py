@@ -19,7 +19,7 @@ from offload_rt.attention.sums import Softmax
 from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.kernels.sizes import PASS_ROWS
 from offload_rt.model.attention_hook import AttentionPass, LocalPass
-from offload_rt.system.device_copies import to_device
+from offload_rt.system.device_copies import selection
 
 if TYPE_CHECKING:
     from offload_rt.model.decoder import Decoder
@@ -38,9 +38,7 @@ def compute_in_fixed_rows(
     with apart:
         hidden = model.run(None, model.embed(ids), positions, _PaddedPass(attention, count))
         logits = model.logits(hidden)
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return logits[rows[0] : rows[-1] + 1], hidden[0, rows[0] : rows[-1] + 1]
-    wanted = to_device(rows, ids.device)
+    wanted = selection(rows, ids.device)
     return logits[wanted], hidden[0, wanted]
 
 

@@ -38,7 +38,7 @@ from offload_rt.model.recurrence import missing_kernels
 from offload_rt.model.remote_mlp import remote_mlps
 from offload_rt.model.self_check import TOKENS, Probe, check_against_own_forward, spread_positions
 from offload_rt.model.supported import kind_of
-from offload_rt.system.device_copies import joined, to_device
+from offload_rt.system.device_copies import joined, selection, to_device
 from offload_rt.system.installation import pip_install
 
 
@@ -187,9 +187,7 @@ class CausalModel(Decoder):
         """
         hidden = self.run(order, self.embed(ids), positions, attention_pass)
         if len(rows) < hidden.shape[1]:
-            adjacent = rows[-1] - rows[0] == len(rows) - 1
-            wanted = slice(rows[0], rows[-1] + 1) if adjacent else to_device(rows, self.device)
-            hidden = hidden[:, wanted]
+            hidden = hidden[:, selection(rows, self.device)]
         return self.logits(hidden), hidden[0]
 
     @torch.inference_mode()

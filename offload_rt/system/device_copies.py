@@ -17,6 +17,12 @@ def to_device(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     return source if device.type == "cpu" else _small_copies(device).to_device(source)
 
 
+def selection(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Returns an index of rising numbers of rows; adjacent ones are a slice, which copies nothing."""
+    adjacent = rows[-1] - rows[0] == len(rows) - 1
+    return slice(rows[0], rows[-1] + 1) if adjacent else to_device(rows, device)
+
+
 def to_host(*tensors: Tensor) -> list[Tensor]:
     """Returns the tensors in host memory; the host waits once for all, and only for the current stream."""
     if all(tensor.device.type == "cpu" for tensor in tensors):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from emulated import cuda as emulated_cuda
 from emulated.gpu import EMULATED
+from support.plain_operators import as_of_kernels
 from support.small_engine import CUDA, engine_overrides, place
 from support.tiny_models import byte_ids, noisy_copy, tiny_target, to
 
@@ -53,7 +54,7 @@ MOST_SHARED = 99 * 1024
 """Bytes of shared memory that one block can have on a desktop's GPU."""
 MOST_SPILLED = 32
 """Bytes that a kernel may spill: ptxas does so by itself where more blocks then run at a time."""
-MOST_VARIANTS = 24
+MOST_VARIANTS = 21
 """Of one engine, or of the check; each takes up to a second to compile when a machine runs it first."""
 PAGE = 64  # as many keys as one program takes the attention mass of
 
@@ -136,16 +137,6 @@ class Launches:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-def as_of_kernels(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the plain form with results that are contiguous, as those of kernels are."""
-
-    def contiguous(*arguments: Any) -> Any:
-        result = plain(*arguments)
-        return tuple(one.contiguous() for one in result) if isinstance(result, tuple) else result
-
-    return contiguous
 
 
 Run = dict[tuple[str, str], Variant]

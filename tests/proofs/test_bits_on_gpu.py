@@ -14,6 +14,7 @@ from emulated.gpu import EMULATED
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.bits import LEVELS, STEPS, drafting, kv_of, run_program
+from support.plain_operators import as_of_kernels
 from support.small_engine import CUDA, PROMPT, engine_overrides
 from support.tiny_models import noisy_copy, tiny_target, to
 from torch import Tensor
@@ -118,15 +119,6 @@ def combine(parts: Tensor, lses: Tensor, out: Tensor | None = None, lse: Tensor 
     return one, other
 
 
-def shapes_of(name: str) -> Any:
-    """The plain form of an operator with contiguous results, of which the emulation takes the shapes."""
-
-    def contiguous(*arguments: Any) -> Any:
-        return tuple(one.contiguous() for one in getattr(operators, name)(*arguments))
-
-    return contiguous
-
-
 @pytest.fixture(scope="module", autouse=True)
 def by_query() -> Iterator[None]:
     if not EMULATED:
@@ -141,7 +133,8 @@ def by_query() -> Iterator[None]:
         patch.setattr(cuda_backends, "queries_are_alike", lambda *given: True)
         for operator in (attend_pages, attend_packed, attend_tail, combine):
             library.impl(operator.__name__, operator, "CPU")
-            library.impl(operator.__name__, shapes_of(operator.__name__), "Meta")
+            plain = as_of_kernels(getattr(operators, operator.__name__))
+            library.impl(operator.__name__, plain, "Meta")  # of which the emulation learns the shapes
         yield
 
 
