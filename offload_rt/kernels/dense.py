@@ -85,9 +85,12 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of a decoder layer: attention with rotary positions, and a gated MLP with SiLU."""
+    """The weights of a decoder layer: attention with rotary positions, and a gated MLP with SiLU.
 
-    attention_norm: RmsNorm
+    Without a norm in front of it, attention takes inputs of its own width.
+    """
+
+    attention_norm: RmsNorm | None
     mlp_norm: RmsNorm
     query_norm: RmsNorm | None
     key_norm: RmsNorm | None
@@ -165,7 +168,7 @@ class NativeLayer:
         """Returns queries `[heads, tokens, head_dim]`, keys and values of hidden states.
 
         Args:
-            hidden: contiguous, `[1, tokens, hidden_size]`.
+            hidden: contiguous, `[1, tokens, width]`; the width is that of the queries' weight.
             cosines, sines: contiguous, `[1, tokens, head_dim]`.
         """
         rows, dim = hidden.shape[1], self._weights.head_dim
@@ -180,7 +183,7 @@ class NativeLayer:
         """Returns the layer's hidden states `[1, tokens, hidden_size]`.
 
         Args:
-            hidden: of its input.
+            hidden: to which the results are added, contiguous, `[1, tokens, hidden_size]`.
             attended: output of attention, `[heads, tokens, head_dim]`.
         """
         rows = hidden.shape[1]

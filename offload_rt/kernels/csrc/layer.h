@@ -24,7 +24,8 @@ template <typename T> struct Layer {
     int64_t head_dim, tiled;  // by tiles where there are some
 };
 
-// A call for `rows` tokens (`_LayerCall`). Contiguous: `hidden`, `result` [rows][hidden], `cosines`, `sines`
+// A call for `rows` tokens (`_LayerCall`). Contiguous: `hidden` [rows][query.ins] in front of attention and
+// [rows][output.outs] behind it, `result` [rows][output.outs], `cosines`, `sines`
 // [rows][head_dim], `queries`, `keys`, `values` [heads][rows][head_dim].
 template <typename T> struct LayerCall {
     const Layer<T>* layer;
@@ -61,12 +62,13 @@ template <typename From, typename T> static void normalize(const Norm<T>& norm, 
     }
 }
 
-// Sets inputs to the norm of rows `stride` entries apart. Called by all threads of a team, each with a `row` of its own.
+// Sets inputs to the norm of rows `stride` entries apart, or to the rows where there is none. Called by all threads
+// of a team, each with a `row` of its own.
 template <typename T> static void set_inputs(const Norm<T>& norm, const T* from, int64_t stride, const Inputs<T>& inputs, T* row) {
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < inputs.rows; ++r) {
-        normalize(norm, from + r * stride, inputs.width, row);
-        inputs.set(r, 0, row, inputs.width);
+        if (norm.weight) normalize(norm, from + r * stride, inputs.width, row);
+        inputs.set(r, 0, norm.weight ? row : from + r * stride, inputs.width);
     }
 }
 
@@ -147,7 +149,7 @@ static void add_product(Multiplier<T>& multiply, const Inputs<T>& inputs, const 
 // Computes what follows attention in a layer for tokens first .. first + rows.
 template <typename T> static void after_attention(const LayerCall<T>& call, int64_t first, int64_t rows) {
     const Layer<T>& layer = *call.layer;
-    const int64_t dim = layer.head_dim, hidden = layer.query.ins, wide = layer.gate.outs;
+    const int64_t dim = layer.head_dim, hidden = layer.output.outs, wide = layer.gate.outs;
     Buffer<T> memory(rows * (layer.output.ins + 2 * hidden + wide));
     const bool tiled = layer.tiled && has_tiles<T>();
     const Inputs<T> attended{&memory[0], rows, layer.output.ins, tiled};
