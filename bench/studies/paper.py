@@ -291,7 +291,7 @@ def _likeness(study: Continued) -> dict[str, float]:
             recompose(sequence, load_config("retrieval", study.drafting(PROBED, layers=name)))
             drafter = sequence.verifier.drafter
             assert isinstance(drafter, ModelDrafter)
-            hidden = passed(drafter, probed, PROBED, hidden=True).hidden
+            hidden = passed(drafter, probed, PROBED, states=True).states
             assert hidden is not None
             hidden_of[name] = hidden.float()
     cosine = torch.cosine_similarity

@@ -19,6 +19,7 @@ from cpu_kv.sizes import dtype_name
 from offload_rt.attention.backends import choose_backend
 from offload_rt.caches.sizes import EVERYTHING_STREAMED
 from offload_rt.config.schema import Config
+from offload_rt.drafting.base import TokenView
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.drafting.resources import SharedResources
 from offload_rt.drafting.verifier import Sampling, Verifier
@@ -72,12 +73,13 @@ def recompose(sequence: TokenSequence, config: Config) -> None:
     sequence.begin(sequence.plan.adapted(config), Continuation(sampling, max(1, room)))
 
 
-def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, hidden: bool = False) -> PassOutput:
+def passed(verifier: Verifier, tokens: Sequence[int], rows: int, *, states: bool = False) -> PassOutput:
     """Passes `tokens` behind all that the verifier's cache holds; returns the output after the last `rows`.
 
     The new KV is pending in the cache: commit or drop it.
     """
-    forward = verifier.forward(range(-1, len(tokens) - 1), tokens, rows=rows, hidden=hidden)
+    parents = range(-1, len(tokens) - 1)
+    forward = verifier.forward(TokenView([]), parents, tokens, rows=rows, states=states)
     return forward.model.forward([forward.input], forward.order)[0]
 
 

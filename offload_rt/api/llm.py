@@ -14,10 +14,10 @@ from cpu_kv import Link
 from offload_rt.api.batch import continue_batch, generate_batch
 from offload_rt.api.context import ROOM, Context, TokenStream
 from offload_rt.api.frontend import GREEDY, Frontend, Notices, Prompt
-from offload_rt.api.opening import LLMOptions, Opened, name_of, open_models
+from offload_rt.api.opening import LLMOptions, Opened, chosen_head, name_of, open_models
 from offload_rt.config.schema import AUTO
 from offload_rt.drafting.levels.base import needs_draft_model
-from offload_rt.drafting.levels.configs import load_configs
+from offload_rt.drafting.levels.configs import load_configs, with_head
 from offload_rt.engine.engine import ProgressReport
 from offload_rt.engine.results import GenerationResult
 from offload_rt.engine.saved_context import SavedContext
@@ -101,11 +101,13 @@ class LLM(Frontend):
             other_links: to other GPUs, which keep and attend a share of the KV; closed with the LLM.
         """
         llm = cls.__new__(cls)
-        configs = load_configs(config, overrides)
+        configs, name = load_configs(config, overrides), name_of(target)
+        if config == AUTO:
+            configs = with_head(configs, overrides, chosen_head(overrides, name, target.config))
         if not needs_draft_model(configs):
             draft = None
         small = None if draft is None else (draft, name_of(draft))
-        opened = Opened((target, name_of(target)), small, tokenizer, configs, other_links)
+        opened = Opened((target, name), small, tokenizer, configs, other_links)
         llm._start(opened, on_progress, on_notice, link)
         return llm
 

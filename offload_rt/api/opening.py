@@ -9,20 +9,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cpu_kv import CudaLink, ElementType, Link
-from offload_rt.config.schema import AUTO, NO_DRAFT, Config
+from offload_rt.config.schema import AUTO, MTP, NO_DRAFT, Config
 from offload_rt.config.settings import NO_QUANTIZATION
 from offload_rt.drafting.levels.base import needs_draft_model, used_levels
-from offload_rt.drafting.levels.configs import load_configs
+from offload_rt.drafting.levels.configs import load_configs, with_head
 from offload_rt.engine.engine import Engine, ProgressReport
 from offload_rt.errors import UsageError
 from offload_rt.machine.devices import DEVICES, choose_devices, choose_dtype
 from offload_rt.machine.inspection import usable_hardware
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.embedded import DEMO, DEMO_DRAFT, model_name, model_source
+from offload_rt.model.head_config import head_config
 from offload_rt.model.loading import check_same_tokens, checked_config, load_model, load_tokenizer
+from offload_rt.model.local_heads import find_head
 from offload_rt.model.local_models import local_drafts
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantized_checkpoints import installed_quantization, refuse_dependent_rows
@@ -97,6 +99,10 @@ def open_models(
     configs = load_configs(options.config, options.overrides)  # what is cheap to check comes first
     place, *other_devices = devices = choose_devices(options.device)
     source, name = model_source(options.model), model_name(options.model)
+    if options.config == AUTO:
+        configs = with_head(
+            configs, options.overrides, chosen_head(options.overrides, name, model_config(source))
+        )
     torch_dtype = choose_dtype(options.dtype, place, model_config(source).dtype)
     draft, size_hint, quantize = options.draft, options.size_hint, options.quantize
     if draft is None and (options.model is None or str(options.model) == DEMO):
@@ -137,6 +143,16 @@ def open_models(
     links = [CudaLink(device) for device in other_devices]
     plan_of_hint = None if size_hint is None else plan
     return Opened((target, name), small, tokenizer, configs, links, plan_of_hint, tuple(notices))
+
+
+def chosen_head(overrides: Mapping[str, object], name: str, config: PretrainedConfig) -> str | None:
+    """Returns the head for a target that the user names, or that is found; None: there is none."""
+    named = str(overrides.get("head.path", AUTO))
+    if named == AUTO:
+        return find_head(name, config)
+    if named not in (NO_DRAFT, MTP):
+        head_config(named)  # refuses what is no head
+    return None if named == NO_DRAFT else named
 
 
 def _plan(

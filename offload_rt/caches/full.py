@@ -22,6 +22,7 @@ from offload_rt.caches.remote import RemoteAttention
 from offload_rt.caches.resident import ResidentTier
 from offload_rt.caches.rewind_points import RewindPoint, RewindPoints
 from offload_rt.caches.speculative import SpeculativeTokens
+from offload_rt.caches.target_states import SavedStates, TargetStates
 from offload_rt.caches.tiers import StreamedTier, Tail, TierRange
 from offload_rt.kernels.tail import TailView
 from offload_rt.system.device_copies import to_device
@@ -53,6 +54,7 @@ class FullCache:
         resident: the tier of the first tokens.
         remote: those of the next ones.
         tail: the newest tokens.
+        states: of the verified tokens, for a draft head; None: there is none.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class FullCache:
         resident_tokens: int = 0,
         remote: Sequence[RemoteAttention] = (),
         local: LocalState | None = None,
+        states: TargetStates | None = None,
         *,
         packed: bool = True,
     ) -> None:
+        self.states = states
         self.transfer = transfer
         self.local = local or NO_LOCAL_STATE
         self.sequence = transfer.sequence
@@ -256,14 +260,17 @@ class FullCache:
             self.add_point(None)
         return self._points.up_to(length)
 
-    def begin_with(self, points: Sequence[RewindPoint]) -> None:
+    def begin_with(self, points: Sequence[RewindPoint], states: SavedStates | None = None) -> None:
         """Takes over the tokens that the store has already.
 
         Args:
             points: of the sequence that read them; with local layers, the store's length is one of them.
+            states: of that sequence, where it had some.
         """
         length = self.sequence.length
         self._points.take(points, length)
+        if self.states is not None and states is not None:
+            self.states.take(states, length)
         self._points.return_to(length)
         self.start_from(length)
         self.load_resident()
@@ -287,6 +294,8 @@ class FullCache:
         for tier in (self.resident, *self.remote):
             tier.truncate(length)
         self._points.drop_behind(length)
+        if self.states is not None:
+            self.states.truncate(length)
         self.start_from(length)
 
     def add_point(self, last_queries: Tensor | None) -> None:

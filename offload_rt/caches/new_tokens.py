@@ -114,6 +114,14 @@ class NewTokens:
             parent = self.parents[index]
             speculative.add(self.token(index), place.get(parent, parent))
 
+    def part(self, start: int, stop: int) -> NewTokens:
+        """Returns the tokens `start` to `stop` as those of a pass after one of the tokens before them."""
+        draft, known = self.draft, len(self.ids)
+        if draft is not None and (start > known or stop < self.count):
+            inside = slice(max(0, start - known), max(0, stop - known))
+            draft = Tokens(draft.known[inside]) if inside.stop > inside.start else None
+        return NewTokens(self.parents[start:stop], self.sees[start:stop], self.ids[start:stop], draft)
+
     def token(self, index: int) -> tuple[Tokens, int]:
         """Returns the tokens that contain token `index`, and its place among them."""
         if index < len(self.ids):

@@ -14,6 +14,10 @@ from offload_rt.kernels.sizes import GROUP, MASKED_PAGE, SAMPLED_QUERIES, Quanti
 
 Layout = TypeVar("Layout", bound=KVSizes)
 
+LONGEST_HEAD_WINDOW = 4096
+"""Most tokens of a draft head's window: its drafts hardly gain by more, and attention to them costs time."""
+USUAL_HEAD_WINDOW = 2048
+"""Tokens that EAGLE-3 heads are trained on, where the head is not known."""
 SPECULATIVE_ENTRIES = 128
 """Slots behind the verified entries: for the longest draft and another one drafted ahead."""
 

@@ -45,6 +45,7 @@ class StreamingCache(BoundedCache):
         self._frequencies = inverse_frequencies.float()
         self._sink_keys = self.kv[:, 0, :, :sinks].clone()  # as rotated by the model, at positions 0..
         self._oldest = 0  # overwritten next, counted from the first slot of the window
+        self._first = 0  # position of the first token that may have an entry
         self._source = source
 
     def skip(self, tokens: int) -> None:
@@ -58,9 +59,10 @@ class StreamingCache(BoundedCache):
         self.verified_length += tokens
         self._move_sinks()
 
-    def reset(self) -> None:
-        """Forgets all tokens."""
-        self.entries = self.verified_length = self._oldest = 0
+    def reset(self, first: int = 0) -> None:
+        """Forgets all tokens; the next one is at position `first`, and those before it have no entries."""
+        self.entries = self._oldest = 0
+        self.verified_length = self._first = first
         self.speculative.clear()
         self.local.restart()
 
@@ -94,8 +96,7 @@ class StreamingCache(BoundedCache):
 
     def _move_sinks(self) -> None:
         """Rotates the sinks to the positions right in front of the window's oldest token."""
-        recent = self.entries - self.sinks
-        distance = self.verified_length - self.sinks - recent
+        distance = self.verified_length - self._first - self.entries
         if distance <= 0:
             return
         angles = distance * self._frequencies.double()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +31,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "models",
         help="the models on this machine: which run, and how far",
         description="Lists the models in the hub's cache, in folders, and the embedded pair: which run, the"
-        " longest context that fits this machine, how fast it is by the plan, and which model drafts for"
-        " which target. Loads no model and uses no network.",
+        " longest context that fits this machine, how fast it is by the plan, and which model and which"
+        " head draft for which target. Loads no model and uses no network.",
         allow_abbrev=False,
     )
     models.set_defaults(run=run)
@@ -67,13 +67,23 @@ def run(arguments: argparse.Namespace) -> int:
     models = local_models(folders, console.notice)
     plans = local_plans(models, load_configs(AUTO), hardware, dtype, arguments.context)
     console.clear()
+    heads = {plan.model.name: _head(plan) for plan in plans if plan.refusal is None}
     if arguments.json is not None:
-        write_json("--json", arguments.json, {"models": [plan.to_json() for plan in plans]})
-    _show(plans, arguments.context)
+        listed = [plan.to_json() | {"head": heads.get(plan.model.name)} for plan in plans]
+        write_json("--json", arguments.json, {"models": listed})
+    _show(plans, heads, arguments.context)
     return 0
 
 
-def _show(plans: Sequence[LocalPlan], context: int | None) -> None:
+def _head(local: LocalPlan) -> str | None:
+    """Returns the draft head for a model that runs; None: there is none."""
+    from offload_rt.model.checkpoint_config import model_config
+    from offload_rt.model.local_heads import find_head
+
+    return find_head(local.model.name, model_config(local.model.folder))
+
+
+def _show(plans: Sequence[LocalPlan], heads: Mapping[str, str | None], context: int | None) -> None:
     """Prints two tables: the models that run, and the others with the reasons."""
     from rich import console, table
 
@@ -89,11 +99,12 @@ def _show(plans: Sequence[LocalPlan], context: int | None) -> None:
         "longest context",
         speed,
         "drafts (ms/token)",
+        "head",
     )
     shown = table.Table(*columns, box=None, pad_edge=False)
     for plan in plans:
         if plan.refusal is None:
-            shown.add_row(*_cells(plan))
+            shown.add_row(*_cells(plan), heads[plan.model.name] or "none")
     stdout.print(shown)
     if refused := [plan for plan in plans if plan.refusal is not None]:
         refusals = table.Table("does not run", "architecture", "weights", "why", box=None, pad_edge=False)

@@ -184,6 +184,10 @@ def add_configuration(parser: argparse.ArgumentParser) -> None:
     def add(flag: str, key: str, meaning: str, metavar: str = "N") -> None:
         add_overrides(group, f"{meaning}; sets {key}", flag, metavar, key)
 
+    head = (
+        "head that drafts from the target's states; auto: of its checkpoint, or a local one (default: auto)"
+    )
+    add("--head", "head.path", head, "FOLDER|ID|mtp|auto|none")
     add("--retrieval-budget", "retrieval.budget", "tokens retrieved (default: as it pays)")
     add("--chunk-size", "retrieval.chunk", f"tokens chosen together (default: {RetrievalConfig.chunk})")
     add("--gamma1", "speculation.gamma1", f"depth of first drafts (default: {SpeculationConfig.gamma1})")

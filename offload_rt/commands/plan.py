@@ -21,7 +21,7 @@ from offload_rt.commands.prompts import token_count
 from offload_rt.config.priors import DEMO_ACCEPTANCE, SAME_MODEL_ACCEPTANCE, SMALL_MODEL_ACCEPTANCE
 from offload_rt.config.schema import AUTO, NO_DRAFT
 from offload_rt.config.settings import SettingDefault
-from offload_rt.drafting.levels.configs import load_configs
+from offload_rt.drafting.levels.configs import load_configs, with_head
 from offload_rt.errors import UsageError
 from offload_rt.system.files import write_json
 from offload_rt.system.hardware import NO_GPU, PROCESSORS, Hardware, named_hardware
@@ -71,6 +71,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add = configuration.add_argument
     composition = "a name, a TOML file, or auto: the fastest of all (default: auto)"
     add("--config", default=AUTO, metavar="NAME|FILE", help=composition)
+    head = "plan with a head: an EAGLE-3 one, or mtp, that of the checkpoint (default: none, but for heads)"
+    add_overrides(configuration, head, "--head", "PATH|ID|mtp", "head.path")
     hint = "speculation.gamma2 is chosen by the plan where it is 0"
     add_overrides(configuration, f"sets any configuration key (default: the config's values); {hint}")
     same, small = (
@@ -111,6 +113,9 @@ class ListNames(argparse.Action):
 def run(arguments: argparse.Namespace) -> int:
     overrides = dict(arguments.overrides) | ({"offload.ahead": 0} if arguments.no_ahead else {})
     configs = load_configs(arguments.config, overrides)
+    head = overrides.get("head.path", NO_DRAFT)
+    if arguments.config == AUTO and head != NO_DRAFT:
+        configs = with_head(configs, overrides, str(head))
     # What is cheap to refuse comes first: measuring this machine takes a minute once.
     named = None if arguments.gpu is None else _hardware(arguments)
 

@@ -20,7 +20,8 @@ FOUR_BITS_REJECTIONS = 1.25
 RUNNER_UP_HITS = 0.5
 """Share of rejections whose token is the draft's runner-up. The demo pair, greedy at 16K tokens of three
 books: 49 of 68 where the target drafted over retrieved KV, 129 of 358 where the small model did."""
-HEAD_ACCEPTANCE = 0.65  # of a token a head on hidden states drafts
+HEAD_ACCEPTANCE = 0.7  # of a token that an EAGLE-3 head drafts
+MTP_ACCEPTANCE = 0.8  # of one that the head for multi-token prediction in a checkpoint drafts
 LOOKUP_ACCEPTANCE = 0.3  # of a token looked up in the context
 SECOND_CHOICE = 0.5  # of a second child that is sampled, once the first one was rejected
 NEXT_CHOICE = 0.8  # of each further child, as a share of that of the one before

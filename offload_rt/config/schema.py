@@ -21,6 +21,8 @@ LONGEST_MATCH = 64
 AUTO = "auto"
 NO_DRAFT = "none"
 """Stands for no draft model, where one may be named."""
+MTP = "mtp"
+"""Stands for the head in the target's own checkpoint, where a head is named."""
 AUTOMATIC = ("triforce", "retrieval", "trees", "naive", "lookup", "plain")
 """Configs that `auto` chooses from: the one that is predicted to be fastest, the first among equals."""
 
@@ -206,9 +208,14 @@ class StreamingConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A draft head (`model/draft_head.py`)."""
+    """A draft head (`model/draft_head.py`) and its cache, in tokens."""
 
-    path: str = ""  # of its file; empty: that of the embedded demo target
+    # Its folder or hub ID, or `mtp`: the one in the target's checkpoint; `auto`: that, or one on this machine
+    # that fits the target.
+    path: str = AUTO
+    sinks: Annotated[int, 1, MOST_ENTRIES] = 4  # the first tokens
+    # The latest tokens; 0: as many as the head was trained on by its config, and at most 4,096.
+    window: Annotated[int, 0, MOST_ENTRIES] = 0
 
 
 @dataclass(frozen=True)

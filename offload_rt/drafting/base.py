@@ -15,29 +15,17 @@ Outcome = tuple[int, ...]
 """Tokens that a verification may yield behind the sequence."""
 
 
-@dataclass(frozen=True)
-class HiddenState:
-    """A model's hidden state after the last token of a sequence.
-
-    Attributes:
-        length: tokens of the sequence.
-        hidden: `[hidden_size]`, after the last of them and the model's last layer.
-    """
-
-    length: int
-    hidden: Tensor
-
-
 class TokenView:
     """All tokens so far, the prompt included: a long base that is shared, and a short tail.
 
     A drafter extends a view by speculation without copying its base, which may be 128K tokens long.
 
     Attributes:
-        state: the hidden state that the level which drafts the tail left last; None: it left none.
+        states: of the level that drafts the tail, `[n, state_size]`, each with the position of the token
+            after which the first one is; the newest come last.
     """
 
-    state: HiddenState | None = None
+    states: tuple[tuple[int, Tensor], ...] = ()
 
     def __init__(self, base: list[int], tail: Sequence[int] = ()) -> None:
         self._base = base
@@ -47,16 +35,16 @@ class TokenView:
     def __len__(self) -> int:
         return self._length + len(self._tail)
 
-    def extended(self, tokens: Sequence[int], hidden: Tensor | None = None) -> TokenView:
+    def extended(self, tokens: Sequence[int], states: Tensor | None = None) -> TokenView:
         """Returns this view with `tokens` behind it.
 
         Args:
-            hidden: `[tokens, hidden_size]`, states before each of them, where they are known.
+            states: `[tokens, state_size]`, before each of them, where they are known.
         """
         longer = TokenView(self._base)
         longer._length = self._length
         longer._tail = [*self._tail, *tokens]
-        longer.state = self.state if hidden is None else HiddenState(len(longer) - 1, hidden[-1])
+        longer.states = self.states if states is None else (*self.states, (len(self) - 1, states))
         return longer
 
     def part(self, start: int, end: int | None = None) -> list[int]:
@@ -78,7 +66,7 @@ class Round:
         probs: `[tokens, vocabulary]`, the distribution of each token; None for greedy decoding.
         logits: `[tokens, vocabulary]`, the verifier's before each token.
         processed: `[tokens, vocabulary]`, the same with penalties and the grammar's mask.
-        hidden: `[tokens, hidden_size]`, its hidden states before each token, where a drafter wants them.
+        states: `[tokens, state_size]`, the verifier's before each token, where a head wants them.
     """
 
     tokens: list[int]
@@ -88,7 +76,7 @@ class Round:
     probs: Tensor | None
     logits: Tensor
     processed: Tensor
-    hidden: Tensor | None = None
+    states: Tensor | None = None
 
 
 class Proposal:
@@ -160,10 +148,10 @@ class Drafter:
     with tokens that are speculation themselves (the middle of a hierarchy).
 
     Attributes:
-        wants_hidden: rounds that verify its drafts, or are told to `observe`, should carry hidden states.
+        wants_states: rounds that verify its drafts should carry states.
     """
 
-    wants_hidden = False
+    wants_states = False
 
     @property
     def levels(self) -> list[LevelStats]:

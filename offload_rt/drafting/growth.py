@@ -140,6 +140,7 @@ class Growth(Proposal, ABC):
 
         What the cache lacks above it goes through the model in front of it.
         """
+        yield from self._verifier.catch_up()
         entries, newest = self._entries, self._levels[-1] if self._levels else None
         sequence, nodes = entries.lacking(self._view, self._parents, self._levels)
         if sequence and newest is not None and self._verifier.first_order is not None:
@@ -163,7 +164,9 @@ class Growth(Proposal, ABC):
         first: bool = False,
     ) -> Work[Tensor]:
         """A pass whose tokens stay in the cache; the logits of the last `rows`."""
-        output: PassOutput = yield self._verifier.forward(parents, ids, draft, rows=rows, first=first)
+        output: PassOutput = yield self._verifier.forward(
+            self._view, parents, ids, draft, rows=rows, first=first
+        )
         self._verifier.cache.commit(range(len(parents)))
         return output.logits
 

@@ -1,172 +1,149 @@
-"""Drafts from a target's hidden states: a head takes the place of a model, and its states that of KV."""
+"""Drafts by a head on a target's states: it takes the place of a small model."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import NoReturn, cast
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from offload_rt.attention.sums import Softmax
-from offload_rt.caches.local import NO_LOCAL_STATE
+from offload_rt.caches.head import HeadCache
 from offload_rt.caches.new_tokens import NewTokens
-from offload_rt.caches.speculative import SpeculativeTokens
+from offload_rt.caches.target_states import TargetStates
 from offload_rt.config.draft_shape import DraftShape
-from offload_rt.config.schema import HeadConfig
-from offload_rt.drafting.base import DraftAhead, Drafter, HiddenState, Outcome, Proposal, Round, TokenView
+from offload_rt.drafting.base import Drafter, Proposal, Round, TokenView
+from offload_rt.drafting.head_model import HeadModel
 from offload_rt.drafting.model_drafter import ModelDrafter
 from offload_rt.drafting.verifier import Sampling
-from offload_rt.model.decoder import NotANumber
-from offload_rt.model.draft_head import DEMO_HEAD, Head, load_head
-from offload_rt.model.layer_order import LayerOrder
-from offload_rt.model.passes import PassInput, PassOutput
-from offload_rt.model.runner import CausalModel
-from offload_rt.system.device_copies import joined, to_device
+from offload_rt.model.passes import PassInput
+from offload_rt.model.work import Forward, Work
+from offload_rt.sampling.tokens import Tokens
 
-
-class HeadStates:
-    """A head's states of one draft, below a state that a model has left (a `caches.base.Cache`).
-
-    Attributes:
-        speculative: tokens of the states behind the model's.
-        verified_length: tokens that the model's state stands for.
-        states: `[1 + held, hidden_size]`, the model's first.
-        pending: `[new tokens, hidden_size]`, states of a pass that are not committed yet.
-    """
-
-    def __init__(self, state: HiddenState) -> None:
-        self.speculative = SpeculativeTokens()
-        self.local = NO_LOCAL_STATE
-        self.verified_length = state.length
-        self.states = state.hidden[None]
-        self.pending = self.states[:0]
-        self._new_tokens = NewTokens((), (), ())
-
-    def begin(self, new: NewTokens) -> None:
-        self._new_tokens = new
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        raise RuntimeError("a head has no attention")
-
-    def commit(self, indices: Sequence[int]) -> None:
-        self._new_tokens.commit_to(self.speculative, indices)
-        self.states = torch.cat([self.states, self.pending[to_device(indices, self.states.device)]])
-
-    def keep(self, entries: Sequence[int]) -> None:
-        rows = to_device([0, *(1 + entry for entry in entries)], self.states.device)
-        self.states = self.states[rows]
-        self.speculative.keep(entries)
-
-    def settle(self) -> None:
-        self.verified_length += len(self.speculative)
-        self.states = self.states[-1:]
-        self.speculative.clear()
-
-
-class HeadModel:
-    """A head with its target's embedding and output head: a `work.Model` over `HeadStates`."""
-
-    def __init__(self, head: Head, target: CausalModel, name: str) -> None:
-        self.name = name
-        self.head = head
-        self.target = target
-        self.device = target.device
-        self.dtype = target.dtype
-
-    @torch.inference_mode()
-    def forward(self, parts: Sequence[PassInput], order: LayerOrder | None = None) -> list[PassOutput]:
-        """Runs new tokens of several sequences, one generation of the trees after another."""
-        caches = [cast(HeadStates, part.cache) for part in parts]
-        embedded = self.target.embed(joined([part.ids(self.device) for part in parts]))[0]
-        earlier = sum(len(cache.states) for cache in caches)
-        rows = torch.cat([*(cache.states for cache in caches), embedded.new_empty(embedded.shape)])
-        for tokens, above in _generations(parts, earlier):
-            at, before = (to_device(numbers, self.device) for numbers in (tokens, above))
-            rows[earlier + at] = self.head(embedded[at], rows[before])
-        states = rows[earlier:].split([part.new.count for part in parts])
-        for part, cache, own in zip(parts, caches, states, strict=True):
-            cache.begin(part.new)
-            cache.pending = own
-        last_rows = [own[-part.rows :] for part, own in zip(parts, states, strict=True)]
-        logits = self.target.logits(joined(last_rows)[None]).split([part.rows for part in parts])
-        return [
-            PassOutput(row, own if part.hidden else None)
-            for part, row, own in zip(parts, logits, last_rows, strict=True)
-        ]
-
-    def raise_nan(self, part: PassInput) -> NoReturn:
-        raise NotANumber(
-            f"{self.name}: its logits are NaN with {self.dtype}; try a wider dtype, or train it anew"
-        )
-
-
-def _generations(parts: Sequence[PassInput], earlier: int) -> list[tuple[list[int], list[int]]]:
-    """Returns the tokens of a pass by generation, each with the rows of their parents.
-
-    Parents of the first generation are in the caches.
-
-
-    Args:
-        earlier: rows of the states that come before those of the pass.
-    """
-    generations: dict[int, tuple[list[int], list[int]]] = {}
-    behind = first = 0
-    for part in parts:
-        size = len(part.cache.speculative)
-        for at, (parent, sees) in enumerate(zip(part.new.parents, part.new.sees, strict=True)):
-            tokens, above = generations.setdefault((sees >> size).bit_count(), ([], []))
-            tokens.append(first + at)
-            above.append(behind + 1 + parent if parent < size else earlier + first + parent - size)
-        behind += 1 + size
-        first += part.new.count
-    return list(generations.values())
+PREFILL_CHUNK = 512
+"""Tokens of a pass that fills the cache of a head."""
 
 
 class HeadDrafter(ModelDrafter):
-    """A head that proposes below the newest hidden state that its verifier, a level of the target, has left.
+    """A head that drafts for a level of its target, or for the target over its full cache.
 
-    Before the first one there is nothing to go on from, and it proposes nothing. Tokens that come after the
-    state and before the draft (a guessed outcome) go through the head too.
+    Entries of its cache that a draft has computed from the head's own states are computed anew, from the
+    states that the level above it, or the target, has left, as soon as these are known.
+
+    Args:
+        states: of the target after verified tokens.
     """
 
-    def __init__(self, model: HeadModel, sampling: Sampling) -> None:
-        super().__init__("head", model, HeadStates(HiddenState(0, torch.empty(0))), Drafter(), sampling)
-        self.wants_hidden = True
-        self._verified: HiddenState | None = None
+    cache: HeadCache
 
-    def observe(self, view: TokenView, round: Round) -> None:
-        assert round.hidden is not None
-        self._verified = HiddenState(len(view) - 1, round.hidden[-1])
+    def __init__(self, model: HeadModel, cache: HeadCache, states: TargetStates, sampling: Sampling) -> None:
+        super().__init__("head", model, cache, Drafter(), sampling)
+        self.wants_states = True
+        self._states = states
+        self._view = TokenView([])  # the verified sequence
+        self._verified = 0  # tokens of it that could have entries from the target's states
+
+    def prefill(self, view: TokenView) -> Work[None]:
+        cache, self._view, self._verified = self.cache, view, len(view) - 1
+        parts = self._states.parts(len(view) - 2) if len(view) > 2 else []
+        if not parts:
+            cache.reset(max(1, len(view) - 1))
+            return
+        cache.reset(1 + parts[0][0])
+        for first, states in parts:
+            if 1 + first > cache.verified_length:
+                cache.skip(1 + first - cache.verified_length)
+            for start in range(0, len(states), PREFILL_CHUNK):
+                before = states[start : start + PREFILL_CHUNK]
+                tokens = view.part(1 + first + start, 1 + first + start + len(before))
+                new = NewTokens.below(cache.speculative, range(-1, len(before) - 1), tokens)
+                self.stats.passes += 1
+                yield Forward(self.model, PassInput(cache, new, 0, before=before), None, self.stats)
+                cache.commit(range(len(before)))
+                cache.settle()
 
     def proposal(self, view: TokenView, shape: DraftShape) -> Proposal:
-        state = view.state or self._verified
-        if state is None:
+        if not shape.depth or not self._aligned(view):
             return Proposal()
-        # A draft keeps its states to itself: they are few, and others may begin at another state.
-        drafter = copy.copy(self)
-        drafter.cache = HeadStates(state)
-        return ModelDrafter.proposal(drafter, view, shape)
+        return super().proposal(view, shape)
 
-    def ahead(self, view: TokenView, shapes: Mapping[Outcome, DraftShape]) -> Iterator[DraftAhead]:
-        return Drafter.ahead(self, view, shapes)  # each with states of its own
+    def _aligned(self, view: TokenView) -> bool:
+        """Forgets entries whose states are known better by now; returns whether a draft can begin."""
+        cache = self.cache
+        tokens = view.part(cache.verified_length, len(view) - 1)
+        matched = cache.speculative.match(tokens)
+        known = self._before(view, cache.verified_length, len(view))
+        right = 0
+        while right < len(matched) and (cache.given[matched[right]] or right >= len(known)):
+            right += 1
+        if right < len(matched):
+            cache.keep(matched[:right])
+        if cache.entries or len(cache.speculative) or len(known):
+            return True
+        # No state is known from which it could go on. The newest may be, behind a gap.
+        newest = len(self._before(view, len(view) - 1, len(view)))
+        if newest:
+            cache.reset(len(view) - 1)
+        return newest > 0
 
+    def _before(self, view: TokenView, start: int, stop: int) -> Tensor:
+        """Returns the states before tokens `start` to `stop`, or as many of the first as are known."""
+        pieces, at = [self.cache.states[:0]], start - 1
+        while at < stop - 1:
+            end = min(stop - 1, self._states.end)
+            piece = self._states.rows(at, end) if at < end else None
+            if piece is None:
+                piece = next(
+                    (
+                        rows[at - first : stop - 1 - first]
+                        for first, rows in reversed(view.states)
+                        if first <= at < first + len(rows)
+                    ),
+                    None,
+                )
+            if piece is None:
+                break
+            pieces.append(piece)
+            at += len(piece)
+        return torch.cat(pieces)
 
-class Heads:
-    """The heads of one target by their files; each file is read once."""
+    def forward(
+        self,
+        view: TokenView,
+        parents: Sequence[int],
+        ids: Sequence[int],
+        draft: Tokens | None = None,
+        *,
+        rows: int,
+        states: bool = False,
+        first: bool = False,
+    ) -> Forward:
+        request = super().forward(view, parents, ids, draft, rows=rows)
+        positions = request.input.positions[: len(ids)]
+        sequence = sum(position < len(view) for position in positions)
+        before = self._before(view, positions[0], positions[0] + sequence) if sequence else None
+        return replace(request, input=replace(request.input, before=before))
 
-    def __init__(self) -> None:
-        self._models: dict[Path, HeadModel] = {}
+    def observe(self, view: TokenView, round: Round) -> None:
+        cache, self._view, self._verified = self.cache, view, len(view) - 1
+        tokens = view.part(cache.verified_length, len(view) - 1)
+        path = cache.speculative.match(tokens)
+        right = next((at for at, entry in enumerate(path) if not cache.given[entry]), len(path))
+        if right:
+            cache.settle_path(path[:right], tokens[:right])
 
-    def of(self, config: HeadConfig, target: CausalModel) -> HeadModel:
-        """Returns the head that a config names. Raises UsageError; see `model.draft_head.load_head`."""
-        path = Path(config.path) if config.path else DEMO_HEAD
-        if path not in self._models:
-            self._models[path] = HeadModel(load_head(path, target), target, f"head {path}")
-        return self._models[path]
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(model.head.weight_bytes for model in self._models.values())
+    def catch_up(self) -> Work[None]:
+        cache = self.cache
+        missing = self._verified - cache.verified_length
+        if missing <= 0 or not len(cache.speculative):
+            return
+        tokens = self._view.part(cache.verified_length, self._verified)
+        if len(cache.speculative.match(tokens)) < missing:
+            return  # a draft of another outcome: it is forgotten soon
+        held = len(cache.speculative)
+        parents = [-1, *range(held, held + missing - 1)]
+        request = self.forward(self._view, parents, tokens, rows=0)
+        if request.input.before is None or len(request.input.before) < missing:
+            return
+        yield request
+        cache.replace(tokens)

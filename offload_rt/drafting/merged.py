@@ -22,7 +22,7 @@ class LookupDrafter(Drafter):
     def __init__(self, drafter: Drafter, source: Source) -> None:
         self._drafter = drafter
         self._source = source
-        self.wants_hidden = drafter.wants_hidden
+        self.wants_states = drafter.wants_states
 
     @property
     def levels(self) -> list[LevelStats]:

@@ -41,10 +41,6 @@ class ModelDrafter(Verifier, Drafter):
 
     shape_below: DraftShape = CHAIN
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.wants_hidden = self.drafter.wants_hidden
-
     def prefill(self, view: TokenView) -> Work[None]:
         yield from self.drafter.prefill(view)
 
@@ -115,7 +111,7 @@ class SmallModelDrafter(ModelDrafter):
 
     def _prefill_part(self, tokens: Sequence[int]) -> Work[None]:
         """Takes tokens of the sequence into the cache, for good, without sampling."""
-        forward = self.forward(range(-1, len(tokens) - 1), tokens, rows=1, first=True)
+        forward = self.forward(TokenView([]), range(-1, len(tokens) - 1), tokens, rows=1, first=True)
         output = yield forward
         (nan,) = yield CopyToHost([output.logits.isnan().any()], self.stats)
         if nan:
@@ -149,7 +145,7 @@ class Rounds(Proposal):
         depth = min(below.depth, self._depth - len(chain) - 1)
         round = yield from self._verifier.round(self._newest, below.deep(depth))
         chain += round.tokens
-        self._newest = self._newest.extended(round.tokens, round.hidden)
+        self._newest = self._newest.extended(round.tokens, round.states)
         self._logits.append(round.processed)
         if round.probs is not None:
             self._probs.append(round.probs)

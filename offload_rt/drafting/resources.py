@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cpu_kv import Link, PagedKVStore
 from offload_rt.attention.backends import AttentionBackend
 from offload_rt.caches.buffers import BufferPool
-from offload_rt.drafting.head_drafter import Heads
+from offload_rt.drafting.head_model import Heads
 from offload_rt.model.runner import CausalModel
 from offload_rt.system.second_device import SecondDevice
 from offload_rt.system.timeline import NO_TIMELINE, Timeline

@@ -86,6 +86,7 @@ class Verifier:
         order: order of layers; None: as the model runs them.
         first_order: order of layers of a draft's first pass, over the newest verified tokens: all layers in
             turn calibrate a verifier with a rougher order (EasySpec's bonus calibration); None: `order`.
+        wants_states: its rounds carry states.
         rule: accepts and rejects drafted tokens. Any other than `lossless` changes the output; benchmarks
             hold the acceptance rate of random weights with one.
     """
@@ -101,6 +102,7 @@ class Verifier:
 
     def __post_init__(self) -> None:
         self.stats = LevelStats(self.name)
+        self.wants_states = self.drafter.wants_states
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -119,8 +121,9 @@ class Verifier:
         missing, entries = self.roll_back(view), len(self.cache.speculative)
         behind = entries + len(missing)
         parents = [*range(entries - 1, behind - 1), *(behind + parent for parent in draft.tree.parents)]
-        hidden = self.drafter.wants_hidden
-        return self.forward(parents, missing, draft.tokens, rows=1 + len(draft), hidden=hidden)
+        return self.forward(
+            view, parents, missing, draft.tokens, rows=1 + len(draft), states=self.wants_states
+        )
 
     def roll_back(self, view: TokenView) -> list[int]:
         """Drops speculative entries that are not in the sequence; returns the tokens that the cache lacks."""
@@ -130,25 +133,31 @@ class Verifier:
             cache.keep(matched)
         return view.part(cache.verified_length + len(matched))
 
+    def catch_up(self) -> Work[None]:
+        """Computes anew what verified tokens have from the state of a draft; see `HeadDrafter`."""
+        yield from ()
+
     def forward(
         self,
+        view: TokenView,
         parents: Sequence[int],
         ids: Sequence[int],
         draft: Tokens | None = None,
         *,
         rows: int,
-        hidden: bool = False,
+        states: bool = False,
         first: bool = False,
     ) -> Forward:
         """A pass of new tokens below the cache's speculative entries; see `NewTokens`.
 
         Args:
+            view: the first tokens are the end of it.
             first: in the order of layers of a draft's first pass.
         """
         new = NewTokens.below(self.cache.speculative, parents, ids, draft)
         order = self.first_order if first and self.first_order else self.order
         self.stats.passes += 1
-        return Forward(self.model, PassInput(self.cache, new, rows, hidden), order, self.stats)
+        return Forward(self.model, PassInput(self.cache, new, rows, states), order, self.stats)
 
     def verdict(self, view: TokenView, draft: Draft, part: PassInput, output: PassOutput) -> Work[Round]:
         """Accepts or rejects `draft`, below `view` and the last tokens of `part`, and commits its KV.
@@ -184,7 +193,7 @@ class Verifier:
             None if probs is None else probs[rows],
             path_logits,
             path_logits if processed is logits else processed[rows],
-            None if output.hidden is None else output.hidden[rows],
+            None if output.states is None else output.states[rows],
         )
 
     def trace_nan(self, view: TokenView, draft: Draft) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from offload_rt.attention.page_codec import machine_codec
 from offload_rt.caches.sizes import Tiers, stored_layout
 from offload_rt.config.schema import Config
 from offload_rt.drafting.base import Round
-from offload_rt.drafting.head_drafter import Heads
+from offload_rt.drafting.head_model import Heads
 from offload_rt.drafting.levels.base import levels_of, possible
 from offload_rt.drafting.resources import SharedResources
 from offload_rt.engine.batching import BatchRunner, PassThread
@@ -77,7 +77,7 @@ class Engine:
         self.on_progress = on_progress
         self._on_notice = on_notice
         self._heads = Heads()
-        usable = tuple(map(self.available, possible(configs, draft is not None, bool(target.kinds.full))))
+        usable = tuple(self._usable(possible(configs, draft is not None, bool(target.kinds.full))))
         backend = choose_backend(target.device)
         if target.device.type == "cpu" and (kernel := native_kernel()) not in ("built", "switched off"):
             on_notice(without_kernel(kernel))
@@ -143,6 +143,16 @@ class Engine:
     def sequences(self) -> tuple[TokenSequence, ...]:
         """Open sequences, in the order in which they were opened."""
         return tuple(self._sequences)
+
+    def _usable(self, configs: Sequence[Config]) -> Iterator[Config]:
+        """Yields what `available` makes of configs, without one whose head, found for it, cannot be run."""
+        for config in configs:
+            try:
+                yield self.available(config)
+            except UsageError as error:
+                if len(configs) == 1 or not any(level.needs_target_states for level in levels_of(config)):
+                    raise
+                self._on_notice(str(error))
 
     def available(self, config: Config) -> Config:
         """Loads what the levels of `config` need; returns it without those that need a missing draft model.

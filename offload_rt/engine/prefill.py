@@ -16,6 +16,7 @@ from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.prompt_writer import PromptWriter
 from offload_rt.caches.selection import LAST_QUERIES
+from offload_rt.caches.target_states import TargetStates
 from offload_rt.model.runner import CausalModel
 
 Progress = Callable[[int, int], None]
@@ -68,7 +69,7 @@ def prefill(
             if progress is not None:
                 progress(before + token_layers, layers * end)
 
-        hidden = _prefill_portion(model, cache, tokens[start:stop], chunk, report, outputs)
+        hidden = _prefill_portion(model, cache, tokens[start:stop], end - stop, chunk, report, outputs)
     return hidden
 
 
@@ -76,31 +77,80 @@ def _prefill_portion(
     model: CausalModel,
     cache: FullCache,
     tokens: Sequence[int],
+    behind: int,
     chunk: int,
     report: Callable[[int], None],
     outputs: bool,
 ) -> Tensor | None:
-    """Prefills tokens behind those of a cache, layer by layer; for arguments and result see `prefill`."""
+    """Prefills tokens behind those of a cache, layer by layer; see `prefill`.
+
+    Args:
+        behind: tokens that other portions will follow with.
+    """
     count, first = len(tokens), cache.verified_length
     hidden = model.embed(torch.tensor(tokens, device=model.device))
     positions = torch.arange(first, first + count, device=model.device)
     writer, last_queries = PromptWriter(cache, count), []
+    taken = StatesOfPrompt(model, cache.states, first, count, first + count + behind)
     try:
         writer.start()
         attention = PromptAttention(cache, writer)
         for layer in range(model.layers):
-            attention.begin(kv_alone=layer == model.layers - 1 and not outputs)
+            taken.take(layer, hidden)
+            attention.begin()
             for start in range(0, count, chunk):
                 part = slice(start, start + chunk)
+                last = layer == model.layers - 1
+                attention.kv_alone = last and not (outputs or taken.needs_output(start, start + chunk))
                 hidden[:, part] = model.run_layer(layer, hidden[:, part], positions[part], attention)
                 report(layer * count + min(start + chunk, count))
             if model.kinds.kinds[layer].full:
                 last_queries.append(attention.last_queries)
+        taken.take(model.layers, hidden)
         writer.finish(last_queries)
+        taken.finish()
     except BaseException:
         writer.give_up()
         raise
     return hidden if outputs else None
+
+
+class StatesOfPrompt:
+    """Takes the states of a portion of a prompt from which a draft head continues.
+
+    Args:
+        states: takes them; None: none are wanted.
+        first: position of the portion's first token.
+        end: tokens of the prompt.
+    """
+
+    def __init__(
+        self, model: CausalModel, states: TargetStates | None, first: int, count: int, end: int
+    ) -> None:
+        self._model, self._states, self._first = model, states, first
+        self._inputs = model.tapped() if states is not None else {}
+        self._wanted = [] if states is None else states.wanted(first, count, end)
+
+    def take(self, layer: int, hidden: Tensor) -> None:
+        """Takes what is wanted of the input of a layer, `[1, tokens, hidden_size]`."""
+        if layer in self._inputs and self._wanted:
+            self._inputs[layer] = torch.cat([hidden[0, part] for part in self._wanted])
+
+    def needs_output(self, start: int, stop: int) -> bool:
+        """Returns whether the output of the last layer is wanted of any of these tokens."""
+        wanted = any(part.start < stop and start < part.stop for part in self._wanted)
+        return wanted and self._model.layers in self._inputs
+
+    def finish(self) -> None:
+        """Adds the states to those of the sequence."""
+        if self._states is None or not self._wanted:
+            return
+        output = next(iter(self._inputs.values()))  # of a head that does not take the last one: not used
+        states = self._model.states(self._inputs, self._inputs.get(self._model.layers, output))
+        for part, rows in zip(
+            self._wanted, states.split([part.stop - part.start for part in self._wanted]), strict=True
+        ):
+            self._states.append(self._first + part.start, rows)
 
 
 class PromptAttention:
@@ -108,6 +158,7 @@ class PromptAttention:
 
     Attributes:
         last_queries: those of the layer's newest tokens, `[heads, n, head_dim]`.
+        kv_alone: the layer's output is not needed, so nothing is attended.
     """
 
     def __init__(self, cache: FullCache, writer: PromptWriter) -> None:
@@ -115,16 +166,11 @@ class PromptAttention:
         self.last_queries = torch.empty(0)
         self._cache = cache
         self._writer = writer
-        self._kv_alone = False
+        self.kv_alone = False
 
-    def begin(self, *, kv_alone: bool) -> None:
-        """Turns to the next layer.
-
-        Args:
-            kv_alone: the layer's output is not needed, so nothing is attended.
-        """
+    def begin(self) -> None:
+        """Turns to the next layer."""
         self.last_queries = torch.empty(0)
-        self._kv_alone = kv_alone
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         cache, newest = self._cache, queries[:, -LAST_QUERIES:]
@@ -134,7 +180,7 @@ class PromptAttention:
         # Copied: a view would keep the whole chunk's projections alive.
         self.last_queries = newest[:, -LAST_QUERIES:].clone()
         earlier, tail, view = self._writer.put(layer, keys, values)
-        if self._kv_alone:
+        if self.kv_alone:
             return torch.zeros_like(queries)
         total = AttentionSum(cache.backend, queries, len(keys), softmax.scale)
         total.attend_prompt(tail, view, earlier)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cpu_kv import SequenceKV
 from offload_rt.caches.rewind_points import RewindPoint
+from offload_rt.caches.target_states import SavedStates
 from offload_rt.model.runner import CausalModel
 from offload_rt.text.tokenize import common_beginning
 
@@ -45,6 +46,7 @@ class KVPrefix:
         points: lengths that a sequence can return to, in host memory.
         target: the runner that computed the KV.
         lock: the engine's, which is held while the KV is given back.
+        states: of the target's newest tokens, for a draft head; None: there are none.
     """
 
     tokens: list[int]
@@ -52,6 +54,7 @@ class KVPrefix:
     points: list[RewindPoint]
     target: CausalModel
     lock: threading.RLock
+    states: SavedStates | None = None
 
     def begins(self, tokens: Sequence[int], target: CausalModel) -> int:
         """Returns with how many tokens of the prefix a sequence of `target` may begin."""

@@ -29,6 +29,7 @@ from offload_rt.caches.local_history import (
     state_tensors,
 )
 from offload_rt.caches.rewind_points import RewindPoint
+from offload_rt.caches.target_states import SavedStates
 from offload_rt.engine.context_files import KIND, VERSION, ContextFile, Messages
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.prefix import KVPrefix, usable_length, usable_tokens
@@ -74,6 +75,9 @@ def save_prefix(
     parts = [Part.of("tokens", torch.tensor(prefix.tokens, dtype=torch.int32))]
     for at, point in enumerate(prefix.points):
         parts += [Part.of(name, tensor) for name, tensor in _point_tensors(at, point).items()]
+    states = prefix.states
+    if states is not None:
+        parts += [Part.of("states.sinks", states.sinks), Part.of("states.newest", states.newest)]
     parts.append(Part.of("tail", _tail(kv, whole)))
     unpacked = dict[int, list[int]]()  # by layer: pages that are not packed though others are
     for layer in range(layout.layers):
@@ -94,6 +98,7 @@ def save_prefix(
         "local": json.dumps([_described(point) for point in prefix.points]),
         "messages": json.dumps(messages),
         "date": "" if date is None else date.isoformat(),
+        "states": "" if states is None else json.dumps({"head": states.head, "start": states.start}),
     }
     piece = max(1, PIECE_BYTES // layout.page_bytes) * layout.page_bytes
     try:
@@ -214,10 +219,24 @@ class SavedContext(ContextFile):
                 )
                 kv.reserve(length)
                 self._load_kv(kv, length, on_progress)
-            return KVPrefix(prompt, kv, points, target, engine.lock)
+                states = self._states()
+            return KVPrefix(prompt, kv, points, target, engine.lock, states)
         except BaseException:
             kv.close()
             raise
+
+    def _states(self) -> SavedStates | None:
+        """Returns the states that a draft head continues from; None: there are none in the file."""
+        if not (stated := self._file.about.get("states")):
+            return None
+        try:
+            about = json.loads(stated)
+            sinks, newest = (self._file.tensor(f"states.{part}") for part in ("sinks", "newest"))
+            if sinks.dim() != 2 or newest.dim() != 2 or sinks.shape[1] != newest.shape[1]:
+                raise ValueError("of another shape")
+            return SavedStates(str(about["head"]), sinks, int(about["start"]), newest)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise CorruptFile("its states for a draft head cannot be read") from None
 
     def _points(self, target: CausalModel, length: int) -> list[RewindPoint]:
         """Returns the lengths up to `length` that the sequence can return to."""

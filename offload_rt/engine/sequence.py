@@ -120,11 +120,12 @@ class TokenSequence:
                 tiers.resident_tokens,
                 remote,
                 LocalState(target.local_layers, resources.backend),
+                resources.heads.states(plan.config.head),
                 packed=tiers.packed,
             )
             closing.callback(self.full.close)
             if prefix is not None:
-                self.full.begin_with(prefix.points)
+                self.full.begin_with(prefix.points, prefix.states)
             self._closing = closing.pop_all()
 
     def _transfer_over(self, link: Link) -> TransferEngine:
@@ -146,7 +147,12 @@ class TokenSequence:
             shared=resources,
         )
         self._caches = level_resources.caches
+        if self.full.states is None:  # a head may have been loaded since
+            self.full.states = resources.heads.states(config.head)
         self.verifier = compose(level_resources)
+        self.verifier.wants_states |= (
+            self.full.states is not None
+        )  # also without a head: a later one may want them
         resources.pool.drop_free()
         levels, costs = levels_of(config), plan.costs(len(self.tokens))
         # In place, a pass and its drafts share one processor: nothing is gained by overlapping them.
@@ -206,7 +212,8 @@ class TokenSequence:
             self.full.rewind(length)
             length = self.full.verified_length
         kv = self._kv.fork(length, *kept_means(self.plan.config))
-        return KVPrefix(list(self.tokens), kv, self.full.points(length), self.target, lock)
+        states = None if self.full.states is None else self.full.states.saved(length)
+        return KVPrefix(list(self.tokens), kv, self.full.points(length), self.target, lock, states)
 
     def rewind(self, length: int) -> None:
         """Forgets the tokens from position `length` on, and their KV."""
@@ -328,6 +335,8 @@ class TokenSequence:
         end = sampling.end(round.tokens)
         self.tokens += round.tokens
         sampling.processor.extend(round.tokens)
+        if self.full.states is not None and round.states is not None:
+            self.full.states.append(length - 1, round.states)
         self.verifier.drafter.observe(self.view, round)
         self.controller.observe(length, round, times)
         self.rounds.append(times)

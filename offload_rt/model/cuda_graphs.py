@@ -12,10 +12,12 @@ recorded before a sequence's first pass (`prepare`), once for all sequences that
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,9 +41,11 @@ from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.system.device_copies import to_device
 
 Results = tuple[Tensor, Tensor]
-"""Logits `[rows, vocabulary]` and hidden states `[rows, hidden_size]`."""
-Compute = Callable[[AttentionPass, Tensor, Tensor, LayerOrder | None, Sequence[int]], Results]
-"""Computes a pass that was begun in its cache, see `CausalModel.compute`."""
+"""Logits `[rows, vocabulary]` and states `[rows, state_size]`."""
+Compute = Callable[[AttentionPass, Tensor, Tensor, Any, Sequence[int]], Results]
+"""Computes a pass that was begun in its cache, see `CausalModel.compute` and `HeadModel.compute`.
+
+Its fourth argument is the order of layers of a model, or the states before the tokens of a head."""
 Step = Callable[[], Results]
 Capture = Callable[[Step], tuple[Callable[[], object], Results]]
 """Records a step that reads and writes tensors at fixed addresses.
@@ -103,8 +107,8 @@ _Key = tuple[Compute, int, LayerOrder | None]
 """What computes a pass (very long sequences have another runner), number of new tokens, order of layers."""
 
 
-Pass = Callable[[Tensor, PassInput], PassOutput]
-"""Runs a recorded pass that was begun in its cache, given the integers that are its own."""
+Pass = Callable[[Tensor, Tensor | None, PassInput], PassOutput]
+"""Runs a recorded pass that was begun in its cache, given the integers and the states that are its own."""
 
 
 def recorded(
@@ -112,30 +116,35 @@ def recorded(
     backend: AttentionBackend,
     key: _Key,
     numbers: Tensor,
+    before: Tensor | None,
     capture: Capture,
 ) -> Pass:
     """Records passes over a buffer of a bounded cache.
 
     Args:
         numbers: ids, positions, and `BoundedCache.graph_inputs` of a pass, int64 on the device.
+        before: of a head, the states before the tokens, `[count, state_size]`.
     """
     compute, count, order = key
-    inputs = numbers.clone()
+    inputs, states = numbers.clone(), None if before is None else before.clone()
     ids, positions, cache_inputs = inputs.tensor_split([count, 2 * count])
 
     def step() -> tuple[Tensor, Tensor]:
         attention = fixed_shape_attention(buffer, backend, count, cache_inputs)
-        return compute(attention, ids, positions, order, range(count))
+        return compute(attention, ids, positions, order if states is None else states, range(count))
 
-    replay, (logits, hidden) = capture(step)
+    replay, (logits, after) = capture(step)
 
-    def run(numbers: Tensor, pass_input: PassInput) -> PassOutput:
+    def run(numbers: Tensor, before: Tensor | None, pass_input: PassInput) -> PassOutput:
         # By kernels: `copy_` and `clone` would wait for bulk copies in a copy engine.
         computed_copy(numbers, out=inputs)
+        if before is not None and states is not None:
+            computed_copy(before, out=states)
         replay()
         # Copied, as the next replay overwrites them.
-        states = computed_copy(hidden[-pass_input.rows :]) if pass_input.hidden else None
-        return PassOutput(computed_copy(logits[-pass_input.rows :]), states)
+        first = count - pass_input.rows
+        wanted = computed_copy(after[first:]) if pass_input.states else None
+        return PassOutput(computed_copy(logits[first:]), wanted)
 
     return run
 
@@ -185,8 +194,29 @@ class PassGraphs:
         self.pass_running: Callable[[], bool] = lambda: False
         self._of_buffer: WeakKeyDictionary[KVBuffer, _BufferGraphs] = WeakKeyDictionary()
 
-    def replay(self, compute: Compute, pass_input: PassInput, order: LayerOrder | None) -> PassOutput | None:
-        """Replays a pass that was begun in its cache; None: it is neither recorded nor recurring."""
+    def of_another(self, name: str) -> PassGraphs:
+        """Returns such graphs for passes of another model on the device."""
+        others = copy.copy(self)
+        others._name = name
+        others._of_buffer = WeakKeyDictionary()
+        return others
+
+    def forget(self) -> None:
+        """Forgets all recorded passes."""
+        self._of_buffer.clear()
+
+    def replay(
+        self,
+        compute: Compute,
+        pass_input: PassInput,
+        order: LayerOrder | None = None,
+        before: Tensor | None = None,
+    ) -> PassOutput | None:
+        """Replays a pass that was begun in its cache; None: it is neither recorded nor recurring.
+
+        Args:
+            before: see `recorded`.
+        """
         cache, count = pass_input.cache, pass_input.new.count
         if self._capture is None or not isinstance(cache, BoundedCache) or not cache.recordable:
             return None
@@ -200,23 +230,35 @@ class PassGraphs:
             return None
         numbers = to_device([*pass_input.positions, *cache.graph_inputs(pass_input.new)], self._device)
         numbers = torch.cat([pass_input.ids(self._device), numbers])
-        graph = self._graph(cache.buffer, cache.backend, key, numbers)
-        return None if graph is None else graph(numbers, pass_input)
+        graph = self._graph(cache.buffer, cache.backend, key, numbers, before)
+        return None if graph is None else graph(numbers, before, pass_input)
 
     def prepare(
-        self, compute: Compute, cache: BoundedCache, counts: Iterable[int], order: LayerOrder | None
+        self,
+        compute: Compute,
+        cache: BoundedCache,
+        counts: Iterable[int],
+        order: LayerOrder | None = None,
+        before: Tensor | None = None,
     ) -> None:
-        """Records passes over `cache`, which is still empty, with these numbers of new tokens."""
+        """Records passes over `cache`, which is still empty, with these numbers of new tokens.
+
+        Args:
+            before: of a head, any state before a token, `[1, state_size]`.
+        """
         for count in counts if self._capture is not None and cache.recordable else ():
             if count <= self.LONGEST:
                 numbers = to_device(
                     [0] * (2 * count + CACHE_INPUTS) + NewTokens.chain(count).words(MASK_WORDS), self._device
                 )
+                states = None if before is None else before.repeat(count, 1)
                 for buffer in cache.buffers:
-                    self._graph(buffer, cache.backend, (compute, count, order), numbers)
+                    self._graph(buffer, cache.backend, (compute, count, order), numbers, states)
                     buffer.clear()
 
-    def _graph(self, buffer: KVBuffer, backend: AttentionBackend, key: _Key, numbers: Tensor) -> Pass | None:
+    def _graph(
+        self, buffer: KVBuffer, backend: AttentionBackend, key: _Key, numbers: Tensor, before: Tensor | None
+    ) -> Pass | None:
         """Returns a recorded pass, recording it if necessary; None if nothing can be recorded."""
         graphs = self._of_buffer.setdefault(buffer, _BufferGraphs()).graphs
         if key in graphs:
@@ -225,7 +267,7 @@ class PassGraphs:
         if self._capture is None or not self._make_room(graphs):
             return None
         try:
-            graphs[key] = recorded(buffer, backend, key, numbers, self._capture)
+            graphs[key] = recorded(buffer, backend, key, numbers, before, self._capture)
         except RuntimeError as error:
             self._capture = None
             self._of_buffer.clear()

@@ -183,6 +183,7 @@ class Decoder:
         attention_pass: AttentionPass,
         *,
         by_blocks: bool = False,
+        inputs: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Runs hidden states `[1, tokens, hidden_size]` through decoder layers.
 
@@ -190,6 +191,7 @@ class Decoder:
             order: the order of layers; None: all in turn.
             positions: of the tokens in their sequences, `[tokens]`.
             by_blocks: run each layer as its attention and MLP blocks, and not as a whole.
+            inputs: takes the input of each layer that it has a key of, `[1, tokens, hidden_size]`.
         """
         order = order or self._in_turn
         position_ids = positions[None]
@@ -207,6 +209,8 @@ class Decoder:
             raise UsageError(f"{self.name}: its attention was changed to {found!r} while it is in use")
         remote = self.remote_blocks.begin(arguments) if order.remote else None
         for group in order.groups:
+            if inputs is not None:
+                inputs.update((layer, hidden) for layer in group if layer in inputs)
             rope = self.kinds.kinds[group[0]].rope
             if rope not in rotations:
                 rotations[rope] = self._rotary(hidden, position_ids, rope)
@@ -244,6 +248,11 @@ class Decoder:
             if layer not in order.no_mlp:
                 hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
         return hidden
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Returns final hidden states `[…, hidden_size]` behind the final norm."""
+        normed: Tensor = self._norm(hidden)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits `[tokens, vocabulary]` of final hidden states `[1, tokens, hidden_size]`."""

@@ -29,16 +29,29 @@ _CHECKED_TOKENS = 100
 
 
 def compute_in_fixed_rows(
-    model: Decoder, attention: AttentionPass, ids: Tensor, positions: Tensor, rows: Sequence[int]
+    model: Decoder,
+    attention: AttentionPass,
+    ids: Tensor,
+    positions: Tensor,
+    rows: Sequence[int],
+    inputs: dict[int, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Does what `CausalModel.compute` does with all layers in turn, `PASS_ROWS` rows at a time."""
+    """Does what `CausalModel.compute` does with all layers in turn, `PASS_ROWS` rows at a time.
+
+    Args:
+        inputs: see `Decoder.run`; of the wanted rows afterwards.
+
+    Returns:
+        Logits `[rows, vocabulary]`, and hidden states after the last layer `[rows, hidden_size]`.
+    """
     count = len(ids)
     ids, positions = (_padded(one, 0) for one in (ids, positions))
     apart: AbstractContextManager[object] = _RowsApart() if len(ids) > PASS_ROWS else nullcontext()
     with apart:
-        hidden = model.run(None, model.embed(ids), positions, _PaddedPass(attention, count))
+        hidden = model.run(None, model.embed(ids), positions, _PaddedPass(attention, count), inputs=inputs)
         logits = model.logits(hidden)
     wanted = selection(rows, ids.device)
+    inputs.update((layer, given[:, wanted]) for layer, given in inputs.items() if given.numel())
     return logits[wanted], hidden[0, wanted]
 
 
@@ -48,9 +61,9 @@ def rows_are_alike(model: Decoder) -> bool:
     attention = _OwnValues()
     ids = torch.arange(_CHECKED_TOKENS, device=model.device) * 7 % model.vocabulary
     positions = ids % model.max_positions
-    together = compute_in_fixed_rows(model, attention, ids, positions, range(len(ids)))
+    together = compute_in_fixed_rows(model, attention, ids, positions, range(len(ids)), {})
     for some in (slice(0, 1), slice(3, 20), slice(PASS_ROWS - 1, None)):
-        apart = compute_in_fixed_rows(model, attention, ids[some], positions[some], range(len(ids[some])))
+        apart = compute_in_fixed_rows(model, attention, ids[some], positions[some], range(len(ids[some])), {})
         if not all(torch.equal(one[some], other) for one, other in zip(together, apart, strict=True)):
             return False
     return True

@@ -172,7 +172,7 @@ def _read_weights(
     loader: Any = AutoModelForCausalLM.from_pretrained  # its return type depends on its arguments
     progress = _LoadingProgress(on_progress)
     try:
-        with _quiet_transformers(progress):
+        with quiet_transformers(progress):
             model, report = loader(
                 located(source),
                 config=config,
@@ -260,12 +260,12 @@ class _LoadingProgress:
 
 
 @contextmanager
-def _quiet_transformers(progress: _LoadingProgress) -> Iterator[None]:
+def quiet_transformers(progress: _LoadingProgress | None = None) -> Iterator[None]:
     """Lets transformers log errors only and draw no progress bars; that of its weights goes to `progress`."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    hook = transformers_logging.set_tqdm_hook(progress.bar)
+    hook = transformers_logging.set_tqdm_hook((progress or _LoadingProgress(None)).bar)
     try:
         yield
     finally:

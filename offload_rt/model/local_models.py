@@ -20,6 +20,7 @@ from offload_rt.errors import UsageError, first_line
 from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.config_shapes import from_config
 from offload_rt.model.embedded import DEMO_PARTS, demo_model
+from offload_rt.model.head_config import is_head
 from offload_rt.model.loading import check_same_tokens, checked_config, load_tokenizer, weight_files
 from offload_rt.model.shape import ModelShape
 
@@ -82,14 +83,15 @@ class LocalModel:
 
 
 def local_models(folders: Iterable[Path], skipped: Skipped = lambda line: None) -> list[LocalModel]:
-    """Returns the embedded pair, the models of the hub's cache, and those of folders, each once.
+    """Returns the embedded pair, the models of the hub's cache, and those of folders, each once; no heads.
 
     Args:
         folders: each a model's folder, or one of models, or one of folders of models.
     """
     models: dict[str, LocalModel] = {}
     for model in (*_embedded(), *_cached(skipped), *_in_folders(folders, skipped)):
-        models.setdefault(os.path.realpath(model.folder), model)
+        if not is_head(model.folder):
+            models.setdefault(os.path.realpath(model.folder), model)
     return list(models.values())
 
 

@@ -21,13 +21,16 @@ class PassInput:
 
     Attributes:
         rows: number of last tokens after which logits are wanted.
-        hidden: whether the hidden states of these tokens are wanted too.
+        states: whether the states of these tokens are wanted too, from which a head continues.
+        before: of a head, the target's states before the first new tokens, `[n, state_size]`; the others
+            go on from those of their parents.
     """
 
     cache: Cache
     new: NewTokens
     rows: int
-    hidden: bool = False
+    states: bool = False
+    before: Tensor | None = None
 
     @property
     def positions(self) -> list[int]:
@@ -47,12 +50,12 @@ class PassOutput:
 
     Attributes:
         logits: `[rows, vocabulary]`.
-        hidden: hidden states after the last layer, `[rows, hidden_size]`, if they were wanted.
+        states: `[rows, state_size]`, if they were wanted.
         error: raised for this sequence alone; the logits are invalid then.
     """
 
     logits: Tensor
-    hidden: Tensor | None = None
+    states: Tensor | None = None
     error: Exception | None = None
 
 

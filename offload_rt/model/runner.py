@@ -31,6 +31,7 @@ from offload_rt.model.dense_layers import (
     is_dense,
     is_dense_head,
 )
+from offload_rt.model.draft_head import StateTap
 from offload_rt.model.fixed_rows import compute_in_fixed_rows, rows_are_alike
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
@@ -60,6 +61,7 @@ class CausalModel(Decoder):
     def __init__(self, model: PreTrainedModel, name: str, graphs: PassGraphs | None = None) -> None:
         super().__init__(model, name)
         self.graphs = graphs
+        self._tap: StateTap | None = None
         try:
             with torch.inference_mode(), missing_kernels() as self.missing_kernels:
                 check_against_own_forward(self)
@@ -151,15 +153,47 @@ class CausalModel(Decoder):
         attention_pass = batch if alone is None else alone
         verifies = any(isinstance(one.cache, FullCache) for one in inputs)
         if verifies and self._rows_differ_by is None and not any(self._hooks):  # which would see padding
-            logits, hidden = compute_in_fixed_rows(self, attention_pass, ids, positions, rows)
+            taken = self.tapped()
+            logits, hidden = compute_in_fixed_rows(self, attention_pass, ids, positions, rows, taken)
+            states = self.states(taken, hidden)
         else:
-            logits, hidden = self.compute(attention_pass, ids, positions, order, rows)
+            logits, states = self.compute(attention_pass, ids, positions, order, rows)
         counts = [one.rows for one in inputs]
-        split = logits.split(counts), hidden.split(counts), batch.errors
+        split = logits.split(counts), states.split(counts), batch.errors
         return [
-            PassOutput(logits, states if one.hidden else None, error)
-            for one, logits, states, error in zip(inputs, *split, strict=True)
+            PassOutput(logits, rows if one.states else None, error)
+            for one, logits, rows, error in zip(inputs, *split, strict=True)
         ]
+
+    def tap(self, tap: StateTap) -> None:
+        """Makes passes return the states of a head; see `PassOutput.states`.
+
+        Raises:
+            UsageError: they return those of another head.
+        """
+        if self._tap is not None and self._tap is not tap:
+            raise UsageError(f"{self.name}: has another draft head already; open it once more for this one")
+        if self._tap is None and self.graphs is not None:
+            self.graphs.forget()  # which return others
+        self._tap = tap
+        if self._long_context is not None:
+            self._long_context._tap = tap
+
+    def tapped(self) -> dict[int, Tensor]:
+        """Returns a place for the input of each layer that states are made of; see `Decoder.run`."""
+        return {} if self._tap is None else dict.fromkeys(self._tap.layers, torch.empty(0))
+
+    def states(self, inputs: dict[int, Tensor], hidden: Tensor) -> Tensor:
+        """Returns the states `[tokens, state_size]` of a pass; without a head, its hidden states.
+
+        Args:
+            inputs: of layers by their numbers, `[…, tokens, hidden_size]`.
+            hidden: after the last layer, `[tokens, hidden_size]`.
+        """
+        if self._tap is None:
+            return hidden
+        rows = [hidden if at == self.layers else inputs[at].view_as(hidden) for at in self._tap.layers]
+        return self._tap.join(rows)
 
     @torch.inference_mode()
     def prepare(self, cache: BoundedCache, counts: Iterable[int], order: LayerOrder | None) -> None:
@@ -179,16 +213,19 @@ class CausalModel(Decoder):
         order: LayerOrder | None,
         rows: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        """Computes logits `[rows, vocabulary]` and hidden states `[rows, hidden_size]`, after `begin`.
+        """Computes logits `[rows, vocabulary]` and states `[rows, state_size]`, after `begin`.
 
         Args:
             ids, positions: of all new tokens, `[tokens]`.
             rows: numbers of the tokens after which they are wanted.
         """
-        hidden = self.run(order, self.embed(ids), positions, attention_pass)
+        inputs = self.tapped()
+        hidden = self.run(order, self.embed(ids), positions, attention_pass, inputs=inputs)
         if len(rows) < hidden.shape[1]:
-            hidden = hidden[:, selection(rows, self.device)]
-        return self.logits(hidden), hidden[0]
+            at = selection(rows, self.device)
+            hidden = hidden[:, at]
+            inputs = {layer: given[:, at] for layer, given in inputs.items() if layer < self.layers}
+        return self.logits(hidden), self.states(inputs, hidden[0])
 
     @torch.inference_mode()
     def raise_nan(self, given: PassInput) -> NoReturn:

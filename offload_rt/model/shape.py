@@ -230,14 +230,41 @@ DUAL_CHUNK = (
 )
 
 
-def head_shape(target: ModelShape) -> ModelShape:
-    """Returns the shape of a draft head for `target` as `train_head` makes it."""
-    block = 14 * target.hidden**2  # its input is two vectors, and its MLP four times as wide
-    parameters = target.embedding_parameters + block
-    plain = replace(target, quantization=None, quantized=0, quantized_mlp=0)
-    kinds = LayerKinds.uniform(1, target.kv_heads, target.head_dim)
+HEAD_VOCABULARY = 32_000
+"""Tokens that a published EAGLE-3 head can predict."""
+
+
+def head_shape(target: ModelShape, *, mtp: bool = False) -> ModelShape:
+    """Returns the shape of a draft head for `target`, all of which a step reads.
+
+    Args:
+        mtp: it is the one in the target's checkpoint, a layer of the target's kind with the target's output
+            head; else an EAGLE-3 head with one layer of the target's sizes, and an output head of its own.
+    """
+    hidden, attention = target.hidden, target.head_dim * (target.heads + 2 * target.kv_heads)
+    block = 2 * hidden * attention + target.heads * target.head_dim * hidden
+    vocabulary = target.vocabulary if mtp else min(HEAD_VOCABULARY, target.vocabulary)
+    if mtp:
+        block = (
+            hidden * attention
+            + target.heads * target.head_dim * hidden
+            + 2 * hidden**2
+            + target.mlp_parameters
+        )
+    else:
+        block += 3 * hidden**2 + 3 * hidden * target.intermediate
     return replace(
-        plain, name="head", layers=1, kinds=kinds, recurrence=None, parameters=parameters, tied=True
+        target,
+        name="head",
+        layers=1,
+        kinds=LayerKinds.uniform(1, target.kv_heads, target.head_dim),
+        recurrence=None,
+        quantization=None,
+        quantized=0,
+        quantized_mlp=0,
+        vocabulary=vocabulary,
+        parameters=block + vocabulary * hidden,
+        tied=True,
     )
 
 

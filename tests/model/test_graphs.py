@@ -81,7 +81,7 @@ class Walk:
         drawn = Tokens(tensor=torch.tensor(tokens[len(known) :], device=self.model.device))
         below = [held + parent for parent in parents]
         new = NewTokens.below(self.cache.speculative, below, known, drawn if on_device else None)
-        return PassInput(self.cache, new, rows, hidden=True)
+        return PassInput(self.cache, new, rows, states=True)
 
     def run(
         self,
@@ -106,8 +106,8 @@ class Walk:
 
     @torch.inference_mode()
     def check(self, output: PassOutput) -> None:
-        assert output.hidden is not None
-        close(self.model.logits(output.hidden[None]), output.logits)
+        assert output.states is not None
+        close(self.model.logits(output.states[None]), output.logits)
 
 
 class TorchModel(CausalModel):

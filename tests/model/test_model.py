@@ -288,7 +288,7 @@ def part_of(model: CausalModel, text: list[int], parents: list[int], rows: int) 
         model.forward([PassInput(cache, start, rows=1)])
         cache.commit(range(old))
         cache.settle()
-    return PassInput(cache, NewTokens.below(cache.speculative, parents, text[old:]), rows, hidden=rows > 1)
+    return PassInput(cache, NewTokens.below(cache.speculative, parents, text[old:]), rows, states=rows > 1)
 
 
 # As many new tokens together as the native layers take: with more, all products are other ones.
@@ -322,9 +322,9 @@ def test_sequences_of_one_pass_neither_see_nor_fail_each_other(
             continue
         assert found.logits.shape == (part.rows, model.vocabulary) and found.error is None
         torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
-        assert (found.hidden is None) == (expected.hidden is None) == (not part.hidden)
-        if found.hidden is not None and expected.hidden is not None:
-            torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-5, atol=1e-5)
+        assert (found.states is None) == (expected.states is None) == (not part.states)
+        if found.states is not None and expected.states is not None:
+            torch.testing.assert_close(found.states, expected.states, rtol=1e-5, atol=1e-5)
     if failing is not None:
         with pytest.raises(CopyFailed, match=f"layer {layer}"):  # nobody else is in the pass
             model.forward([together[failing]])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.chat_templates import LLAMA as TEMPLATE
 from support.chat_templates import tokenizer, user
 from support.plan_cases import LLAMA, gpu, request
-from support.table_models import random_head
+from support.tiny_heads import write_head
 from support.tiny_models import byte_ids, local_model, noisy_copy, real_text, tiny_target, transformers_greedy
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
@@ -28,7 +28,6 @@ from offload_rt.commands import cli
 from offload_rt.errors import UsageError
 from offload_rt.model.config_shapes import from_config
 from offload_rt.model.decoder import NotANumber
-from offload_rt.model.draft_head import save_head
 from offload_rt.model.loading import load_model
 from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import Quantization
@@ -239,8 +238,7 @@ def test_ask_quantizes(folders: dict[str, Path], tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_heads_layer_plans_and_remote_blocks(folders: dict[str, Path], quantize: str, tmp_path: Path) -> None:
     model = load_model(folders["plain"], CPU, torch.float32, remote_mlps=(CPU, 1), quantize=quantize)
-    runner, head = CausalModel(model, "tiny"), tmp_path / "head.safetensors"
-    save_head(random_head(128, 96, seed=1), runner, head)
+    runner, head = CausalModel(model, "tiny"), write_head(model, tmp_path / "head", seed=1)
     (remote,) = runner.remote_mlps
     assert remote.weight_bytes == stored_bytes(model.model.layers[1].mlp) < 3 * 128 * 256 * 2
     skipped = runner.layer_order("skip:0m,1a")

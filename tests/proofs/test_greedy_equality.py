@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.table_models import random_head
+from support.tiny_heads import write_head
 from support.tiny_models import ARCHITECTURES, byte_ids, noisy_copy, tiny_target, transformers_greedy
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.config.files import config_names
-from offload_rt.model.draft_head import save_head
-from offload_rt.model.runner import CausalModel
 
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 7, 100, 1000, 4000)
@@ -97,9 +95,7 @@ def test_equals_generate(arch: str, config: str, length: int, record: Record, tm
 
     settings = overrides(number)
     if config == "heads":
-        path = tmp_path / "head.safetensors"
-        save_head(random_head(target.config.hidden_size, 96, number), CausalModel(target, arch), path)
-        settings["head.path"] = str(path)
+        settings["head.path"] = str(write_head(target, tmp_path / "head", seed=number))
     with LLM.from_models(target, draft, config=config, overrides=settings) as llm:
         result = llm.generate(prompt, SamplingParams(max_tokens=NEW_TOKENS))
 

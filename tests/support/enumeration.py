@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from offload_rt.caches.head import HeadCache
 from offload_rt.caches.local import LocalState
+from offload_rt.caches.target_states import TargetStates
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.drafting.base import Round
-from offload_rt.drafting.head_drafter import HeadModel
+from offload_rt.drafting.head_model import HeadModel
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.batching import BatchRunner
 from offload_rt.engine.controller import RoundTimes, SpeculationController
@@ -33,7 +35,7 @@ from offload_rt.sampling.tokens import Tokens
 from offload_rt.sampling.trees import ROOT, Tree
 from offload_rt.system.second_device import SecondDevice
 from offload_rt.system.timeline import NO_TIMELINE
-from support.table_models import VOCABULARY, Composition, TableModel
+from support.table_models import VOCABULARY, Composition, TableModel, states_of
 
 NEGLIGIBLE = 1e-12
 """Choices of a lower probability come from rounding, and are left out."""
@@ -282,6 +284,10 @@ class Text(TokenSequence):
         cache: Any = verifier.cache  # of tokens in place of KV
         cache.verified = list(enumerate(prompt[:-1]))
         self.full = cache
+        if cache.states is not None:
+            model: Any = verifier.model
+            rows = [model.logits("full", list(enumerate(prompt[: at + 1]))) for at in range(len(prompt) - 1)]
+            cache.states.append(0, states_of(torch.stack(rows)))
         self.controller = Steady(
             Free(),
             shape.candidates() if shape.depth else [shape],
@@ -322,8 +328,13 @@ def _frozen(value: Any) -> Hashable:
         value, TableModel | HeadModel | SecondDevice | Sampling | LevelStats | FunctionType
     ) or callable(value):
         return None  # the same in every path, or never read
+    if isinstance(value, HeadCache):
+        parts = (value.kv[:, :, :, : value.end], value.states, value.given, value.speculative)
+        return (value.verified_length, value.entries, *map(_frozen, parts))
+    if isinstance(value, TargetStates):
+        return _frozen(value.parts(value.end))
     if isinstance(value, Tensor):
-        return (tuple(value.shape), *value.flatten().tolist())
+        return (tuple(value.shape), *(round(number, 9) for number in value.flatten().tolist()))
     held = {name: _frozen(held) for name, held in vars(value).items() if name.lstrip("_") != "changes"}
     return (type(value).__name__, *held.items())
 

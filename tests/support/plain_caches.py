@@ -222,7 +222,8 @@ def read_prompt(cache: FullCache, plain: PlainFull, tokens: list[Token]) -> Tens
         writer.start()
         prompt = PromptAttention(cache, writer)
         for layer in range(LAYERS):
-            prompt.begin(kv_alone=True)
+            prompt.begin()
+            prompt.kv_alone = True
             prompt.attend(
                 layer, queries[layer].float(), plain.keys[layer], plain.values[layer], Softmax(SCALE)
             )

@@ -13,20 +13,25 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from cpu_kv import CpuLink
+from offload_rt.attention.backends import choose_backend
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import VerifiedTokens
+from offload_rt.caches.head import HeadCache
 from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.caches.split import SplitCache, SplitStreamingCache
+from offload_rt.caches.target_states import TargetStates
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import Drafter
-from offload_rt.drafting.head_drafter import HeadDrafter, HeadModel
+from offload_rt.drafting.head_drafter import HeadDrafter
+from offload_rt.drafting.head_model import HeadModel
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.verifier import Sampling, Verifier
-from offload_rt.model.draft_head import Head
+from offload_rt.model.draft_head import Eagle3Head
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.system.second_device import SecondDevice
@@ -119,6 +124,7 @@ class FullTokenCache(TokenCache):
     def __init__(self) -> None:
         super().__init__("full")
         self.derived: list[TokenCache] = []
+        self.states: TargetStates | None = None
 
     def commit(self, kept: Sequence[int]) -> None:
         new, pending = self._end_pass()
@@ -159,6 +165,11 @@ def parts_of(cache: Any) -> Sequence[TokenCache]:
     return parts
 
 
+def states_of(logits: Tensor) -> Tensor:
+    """The states of a table, from which a head continues."""
+    return logits.clamp(min=-3.0)
+
+
 class TableModel:
     """A model whose logits are a fixed random function of the newest three entries and their number.
 
@@ -190,7 +201,7 @@ class TableModel:
         outputs = []
         for part in parts:
             logits = self._part(part, plan)
-            outputs.append(PassOutput(logits, logits.clamp(min=-3.0) if part.hidden else None))
+            outputs.append(PassOutput(logits, states_of(logits) if part.states else None))
         return outputs
 
     def _part(self, part: PassInput, plan: LayerOrder | None) -> Tensor:
@@ -210,38 +221,46 @@ class TableModel:
         raise AssertionError("a table has no NaN")
 
 
-class HeadTable:
-    """The part of a target that a head uses: embeddings and the logits of hidden states.
+class SparseHead(Eagle3Head):
+    """A head that gives few tokens a chance.
 
-    Args:
-        support: number of possible tokens per row.
+    Attributes:
+        support: their number.
     """
 
-    device = torch.device("cpu")
-    dtype = torch.float64
+    support = VOCABULARY
 
-    def __init__(self, seed: int, support: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._support = support
-        self._embeddings = torch.randn(VOCABULARY, VOCABULARY, dtype=self.dtype, generator=generator)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self._embeddings[tokens][None]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        least = hidden[0].topk(self._support).values[:, -1:]
-        return hidden[0].masked_fill(hidden[0] < least, -1e6)
+    def logits(self, states: Tensor) -> Tensor:
+        logits = super().logits(states)
+        return logits.masked_fill(logits < logits.topk(self.support).values[:, -1:], -torch.inf)
 
 
-def random_head(hidden: int, inner: int, seed: int) -> Head:
-    """A head with random weights that keep the size of its states."""
-    head = Head(hidden, inner)
+def random_head(seed: int, support: int = VOCABULARY - 1) -> SparseHead:
+    """A head with random weights over states as wide as the vocabulary, which never predicts the last token.
+
+    Args:
+        support: number of tokens that it gives a chance.
+    """
+    config: Any = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=VOCABULARY,
+        intermediate_size=7,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=2,
+    )
+    config.draft_vocab_size = VOCABULARY - 1
+    embeddings = torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64)
+    head = SparseHead(config, (0,), VOCABULARY, lambda tokens: embeddings[tokens][None])
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in head.parameters():
-            if weight.ndim == 2:
-                weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
-    return head
+    embeddings.normal_(generator=generator)
+    for weight in head.parameters():
+        if weight.ndim == 2:
+            weight.data.normal_(std=1.5 * weight.shape[1] ** -0.5, generator=generator)
+    head.ready()
+    head.support = min(support, VOCABULARY - 1)
+    return head.double().requires_grad_(False)
 
 
 class Parts:
@@ -250,8 +269,7 @@ class Parts:
     def __init__(self, seed: int, support: int = VOCABULARY) -> None:
         self.target = TableModel(seed, support)
         self.small = TableModel(seed + 1, support)
-        head_target: Any = HeadTable(seed, support)
-        self.head = HeadModel(random_head(VOCABULARY, 7, seed).double(), head_target, "head")
+        self.head = HeadModel(random_head(seed, support), "head")
 
     def full(self, below: Level) -> Composition:
         """The target over its full cache, with a level below it that may derive caches from it."""
@@ -273,8 +291,18 @@ def nothing(parts: Parts, full: FullTokenCache, sampling: Sampling) -> Drafter:
 
 
 def head(parts: Parts, full: FullTokenCache, sampling: Sampling) -> HeadDrafter:
-    """A head on the target's hidden states."""
-    return HeadDrafter(parts.head, sampling)
+    """A head on the target's states."""
+    module, device = parts.head.head, torch.device("cpu")
+    full.states = TargetStates("", 1, 2, module.state_size, module.dtype, device)
+    cache = HeadCache(
+        module.kv_layout(),
+        module.rotary_frequencies,
+        module.state_size,
+        sinks=1,
+        window=2,
+        backend=choose_backend(device),
+    )
+    return HeadDrafter(parts.head, cache, full.states, sampling)
 
 
 def target_over(

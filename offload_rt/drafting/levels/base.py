@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from offload_rt.caches.full import FullCache
     from offload_rt.caches.split import SplitCache
     from offload_rt.drafting.base import Drafter
-    from offload_rt.drafting.head_drafter import Heads
+    from offload_rt.drafting.head_model import Heads
     from offload_rt.drafting.resources import SharedResources
     from offload_rt.drafting.verifier import Sampling
     from offload_rt.model.runner import CausalModel

@@ -21,6 +21,17 @@ def load_configs(name_or_path: str, overrides: Mapping[str, object] = {}) -> tup
     return tuple(load_config(name, overrides) for name in names)
 
 
+def with_head(
+    configs: tuple[Config, ...], overrides: Mapping[str, object], head: str | None
+) -> tuple[Config, ...]:
+    """Returns the configs that `auto` chooses from, and one that drafts with a head, where there is one."""
+    return (
+        configs
+        if head is None or "speculation.levels" in overrides
+        else (*configs, load_config("heads", {**overrides, "head.path": head}))
+    )
+
+
 def load_config(name_or_path: str, overrides: Mapping[str, object] = {}) -> Config:
     """Reads a config whose levels exist and can draft for each other; see `config.files.read_config`."""
     return read_config(name_or_path, overrides, check_levels)

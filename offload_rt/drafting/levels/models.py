@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from offload_rt.caches.selection import Selection
     from offload_rt.caches.split import SplitCache
     from offload_rt.drafting.base import Drafter
-    from offload_rt.drafting.head_drafter import Heads
+    from offload_rt.drafting.head_model import Heads
     from offload_rt.drafting.model_drafter import ModelDrafter
     from offload_rt.model.runner import CausalModel
     from offload_rt.system.second_device import SecondDevice
