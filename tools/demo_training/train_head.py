@@ -30,6 +30,7 @@ from offload_rt.machine.devices import choose_device
 from offload_rt.model.draft_head import Eagle3Head, default_taps
 from offload_rt.model.embedded import DEMO, demo_model
 from offload_rt.model.head_config import ARCHITECTURE
+from offload_rt.model.head_files import load_head
 from offload_rt.model.loading import load_model, load_tokenizer
 from offload_rt.model.runner import CausalModel
 from offload_rt.system.files import check_new
@@ -38,13 +39,15 @@ from tools.demo_training.windows import WindowSampler, batch
 
 STEPS = 5
 """Number of steps that a head is unrolled for."""
+RATE = 4e-3
+"""Peak learning rate of a new head; half of it for one that is trained on."""
 LATER = 0.8
 """Weight of the loss of each step relative to the step before it."""
 SHARE = 0.25
 """Share of the positions at which the loss is computed: output heads cost most of a step."""
 WINDOWS, LENGTH = 4, 512
 """Windows per training step, and tokens per window."""
-COPIES = 0.3
+COPIES = 0.1
 """Share of windows that repeat passages."""
 EVALUATED = 16
 """Number of windows, twice as long, on which acceptance is measured."""
@@ -233,9 +236,13 @@ def most_frequent(texts: Iterable[Tensor], vocabulary: int, count: int) -> Tenso
 
 
 def train(
-    head: Eagle3Head, target: CausalModel, sampler: WindowSampler, steps: Iterable[tuple[int, float]]
+    head: Eagle3Head,
+    target: CausalModel,
+    sampler: WindowSampler,
+    steps: Iterable[tuple[int, float]],
+    rate: float = RATE,
 ) -> None:
-    """Trains the head in place; for `steps` see `train.optimize`."""
+    """Trains the head in place; for `steps` and `rate` see `train.optimize`."""
     drafted = torch.arange(len(head.d2t), device=head.d2t.device) + head.d2t
 
     def by_depth(step: int, progress: float) -> dict[str, Tensor]:
@@ -244,7 +251,8 @@ def train(
             found = losses(head, target, tokens, drafted)
         return {str(depth): loss for depth, loss in enumerate(found, 1)}
 
-    optimize("head", head, head.layers, 4e-3, steps, by_depth, LATER)
+    matrices = torch.nn.ModuleList([head.fc, head.layers])
+    optimize("head", head, matrices, rate, steps, by_depth, LATER)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -258,6 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--model", help="folder or hub id of the target (default: the demo's)")
     add("--eval", type=Path, help="folder of .txt files to measure acceptance on")
     add("--minutes", type=minutes, default=15.0, help="training time (default: 15)")
+    add("--start", type=Path, help="folder of a head to go on with, of the same sizes (default: a new one)")
     add("--vocabulary", type=int, help="tokens that it can predict, the most frequent ones (default: all)")
     add("--seed", type=int, default=0, help="random seed (default: 0)")
     add("--device", default="auto", help="auto, cpu or cuda")
@@ -268,6 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
         device = choose_device(options.device)
         loaded = load_model(source, device, torch.float32 if device.type == "cpu" else None)
         target = CausalModel(loaded, options.model or DEMO)
+        started = None if options.start is None else load_head(options.start, target)
         tokenizer = load_tokenizer(source)
         if tokenizer is None:
             raise UsageError(f"--model {source}: has no tokenizer; name a model that has one")
@@ -287,7 +297,10 @@ def main(arguments: list[str] | None = None) -> int:
     drafted = most_frequent(texts, target.vocabulary, options.vocabulary or target.vocabulary)
     head = new_head(target, drafted).to(target.device)
     head.ready()
-    train(head, target, windows_of(texts), steps_within(60 * options.minutes))
+    if started is not None:
+        head.load_state_dict(started.state_dict())
+    rate = RATE if started is None else RATE / 2
+    train(head, target, windows_of(texts), steps_within(60 * options.minutes), rate)
     save_head(head, head.config, head.tap.layers, options.out)
     if others:
         unseen = windows_of(others)
