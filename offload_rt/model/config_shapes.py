@@ -12,7 +12,9 @@ from offload_rt.caches.layer_kinds import LayerKind
 from offload_rt.config.settings import NO_QUANTIZATION
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.layer_kinds import layer_kinds
+from offload_rt.model.quantization import WITH_EXPERTS
 from offload_rt.model.quantized_checkpoints import quantized_weights, stated_quantization
+from offload_rt.model.quantized_experts import unknown_experts
 from offload_rt.model.recurrence import recurrence_of
 from offload_rt.model.shape import DUAL_CHUNK, ModelShape
 from offload_rt.model.supported import refuse_unsupported
@@ -64,6 +66,9 @@ def shape_of(
     Args:
         dtype: of weights and KV; None: the config's own, float32 where it names none.
         quantize: nf4 or int8: its weights are quantised as they load.
+
+    Raises:
+        UsageError: a quantisation that the runtime does not support.
     """
     quantization = stated_quantization(model.config, name, quantize)
     if quantization is not None and model.device.type != "meta":
@@ -82,6 +87,8 @@ def shape_of(
     own_dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32
     quantized: dict[str, Any] = {}
     if quantization is not None:
+        if quantization.method == WITH_EXPERTS and (reason := unknown_experts(model)) is not None:
+            raise UsageError(f"model {name}: {reason}")
         weights = (
             quantized_weights(quantization, mlp, f"model.layers.{at}.mlp.") if mlp else 0
             for at, mlp in enumerate(mlps)

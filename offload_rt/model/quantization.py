@@ -20,7 +20,15 @@ _NF4_BLOCK, _SCALE_BLOCK = 64, 256
 _MXFP4_BITS = 4 + 8 / 32  # blocks of 32 weights share a scale of 8 bits
 PACKED_MXFP4 = "stay packed only with the packages kernels and triton, on a GPU of compute capability 7.5"
 """What transformers needs to multiply with experts in MXFP4."""
+WITH_EXPERTS = "bitsandbytes-experts"
+"""Method of weights that bitsandbytes quantises as they load, those of experts included."""
+GATES = ("shared_expert_gate",)
+"""Linear layers with one output, which are left alone as routers are."""
+MOST_PAIRS = 128
+"""Most pairs of a token and an expert in a pass whose products read the expert's weights in 4 bits, pair by
+pair. For more pairs, the weights of each expert are expanded once."""
 _PACKAGES = {
+    WITH_EXPERTS: (("bitsandbytes", "accelerate"), "quantized"),
     "bitsandbytes": (("bitsandbytes", "accelerate"), "quantized"),
     "compressed-tensors": (("compressed_tensors", "accelerate"), "quantized"),
     "fp8": (("accelerate",), "quantized"),
@@ -40,7 +48,8 @@ class Quantization:
         method: of the config, as transformers calls it.
         bits: of a quantised weight with its share of the scales; None: weights are expanded as they load.
         skipped: patterns of modules whose weights are left alone, as transformers matches them.
-        experts: it is the weights of experts that are quantised, and not those of linear layers.
+        linear: the weights of linear layers are quantised.
+        experts: the weights of experts that share a tensor are.
         notice: a line for the user; empty for none.
     """
 
@@ -48,6 +57,7 @@ class Quantization:
     method: str
     bits: float | None
     skipped: tuple[str, ...] = ("lm_head",)
+    linear: bool = True
     experts: bool = False
     notice: str = ""
 
@@ -55,7 +65,7 @@ class Quantization:
     def named(cls, name: str) -> Quantization:
         """Returns a quantisation by its name, nf4 or int8. Raises UsageError for another one."""
         if name == NF4:  # with quantised scales: 1.4 GiB less for 32 billion weights
-            return cls(NF4, "bitsandbytes", four_bits(nested=True))
+            return cls(NF4, WITH_EXPERTS, four_bits(nested=True), ("lm_head", *GATES), experts=True)
         if name == INT8:
             return cls(INT8, "bitsandbytes", 8.0)
         raise UsageError(f"quantize {name!r} is unknown: use {NO_QUANTIZATION}, {NF4} or {INT8}")
@@ -87,4 +97,4 @@ def four_bits(nested: bool) -> float:
 def packed_mxfp4() -> Quantization:
     """Returns the quantisation of published checkpoints of gpt-oss, where they stay packed."""
     notice = f"mxfp4 weights {PACKED_MXFP4}; else they are expanded to four times as much"
-    return Quantization(MXFP4, MXFP4, _MXFP4_BITS, experts=True, notice=notice)
+    return Quantization(MXFP4, MXFP4, _MXFP4_BITS, linear=False, experts=True, notice=notice)

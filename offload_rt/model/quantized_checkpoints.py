@@ -26,10 +26,12 @@ from offload_rt.model.quantization import (
     MXFP4,
     NF4,
     PACKED_MXFP4,
+    WITH_EXPERTS,
     Quantization,
     four_bits,
     packed_mxfp4,
 )
+from offload_rt.model.quantized_experts import ExpertsConfig, fused_experts
 from offload_rt.model.quantized_weights import quiet_bitsandbytes
 
 
@@ -89,7 +91,7 @@ def quantized_weights(quantization: Quantization, model: nn.Module, prefix: str 
         for path, module in model.named_modules()
         if _covers(quantization, prefix + path, module)
         for parameter in module.parameters(recurse=False)
-        if parameter.dim() == (3 if quantization.experts else 2)
+        if parameter.dim() == (2 if type(module) is nn.Linear else 3)
     )
 
 
@@ -97,7 +99,9 @@ def _covers(quantization: Quantization, path: str, module: nn.Module) -> bool:
     """Returns whether the matrices of a module, not yet quantised, are kept quantised in memory."""
     if quantization.bits is None or not should_convert_module(path, list(quantization.skipped)):
         return False
-    return path.endswith(".experts") if quantization.experts else type(module) is nn.Linear
+    if type(module) is nn.Linear:
+        return quantization.linear
+    return quantization.experts and fused_experts(module)
 
 
 def load_options(
@@ -137,7 +141,7 @@ def cast_others(quantization: Quantization, model: PreTrainedModel, dtype: torch
         dtype: of the model; None: as its config says.
     """
     target_dtype = dtype or model.config.dtype
-    as_stored = quantization.method != "bitsandbytes" and quantization.bits is not None
+    as_stored = quantization.method not in ("bitsandbytes", WITH_EXPERTS) and quantization.bits is not None
     if as_stored or not isinstance(target_dtype, torch.dtype):
         return
     float32_modules = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
@@ -222,7 +226,7 @@ def _read_mxfp4(stated: Mapping[str, Any]) -> Quantization:
     if is_kernels_available() and triton and _capability() >= (7, 5):
         return replace(packed_mxfp4(), skipped=skipped, notice="")
     notice = f"mxfp4 weights are expanded to the model's dtype as they load, as they {PACKED_MXFP4}"
-    return Quantization(MXFP4, MXFP4, None, skipped, experts=True, notice=notice)
+    return Quantization(MXFP4, MXFP4, None, skipped, linear=False, experts=True, notice=notice)
 
 
 def _capability() -> tuple[int, int]:
@@ -232,6 +236,7 @@ def _capability() -> tuple[int, int]:
 
 _READERS = {
     "bitsandbytes": _read_bitsandbytes,
+    WITH_EXPERTS: lambda _: Quantization.named(NF4),
     "gptq": lambda stated: _read_grouped("gptq", stated),
     "awq": lambda stated: _read_grouped("awq", stated),
     "fp8": lambda stated: _read_expanded("fp8", stated),
@@ -244,12 +249,7 @@ def _bitsandbytes_config(name: str, dtype: torch.dtype) -> BitsAndBytesConfig:
     """Returns how transformers is to quantise a checkpoint as it loads."""
     if name == INT8:  # without outlier columns, which are chosen over all tokens of a pass
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=NF4,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
+    return ExpertsConfig(dtype)
 
 
 def refuse_dependent_rows(model: PreTrainedModel, name: str) -> None:

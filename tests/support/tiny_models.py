@@ -156,6 +156,37 @@ LOCAL_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """As `ARCHITECTURES`: layers with sliding windows or recurrent states, some of them with full attention."""
 
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            **GROUPED,
+            "num_hidden_layers": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 64,
+        },
+    ),
+    "qwen3.5-moe": (
+        "qwen3_5_moe_text",
+        {
+            **_LINEAR,
+            **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 32),
+            **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 2),
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {**_WINDOWED, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+"""As `ARCHITECTURES`: mixtures of experts, of sizes that bitsandbytes packs on any processor."""
+
 
 def random_model(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """A float32 model of an architecture, in evaluation mode."""
@@ -217,7 +248,17 @@ def tiny_target(
 
 def local_model(arch: str, *, seed: int = 0, vocabulary: int = VOCABULARY, **config: Any) -> PreTrainedModel:
     """A float32 model of `LOCAL_ARCHITECTURES[arch]`."""
-    model_type, settings = LOCAL_ARCHITECTURES[arch]
+    return _small_model(*LOCAL_ARCHITECTURES[arch], seed, vocabulary, config)
+
+
+def mixture(arch: str = "qwen3-moe", *, seed: int = 0, vocabulary: int = VOCABULARY, **config: Any) -> PreTrainedModel:
+    """A float32 model of `MIXTURES[arch]`."""
+    return _small_model(*MIXTURES[arch], seed, vocabulary, config)
+
+
+def _small_model(
+    model_type: str, settings: dict[str, Any], seed: int, vocabulary: int, config: dict[str, Any]
+) -> PreTrainedModel:
     settings = {
         "vocab_size": vocabulary,
         "hidden_size": 64,

@@ -1,0 +1,257 @@
+"""Experts in 4 bits: transformers keeps those of a layer in two tensors, which bitsandbytes leaves alone.
+
+Each expert's matrices are quantised by themselves, as `--quantize nf4` quantises linear layers. The module of
+the experts stays what its architecture says, with its gates and biases; its products are taken here, as an
+implementation of transformers' `ExpertsInterface`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+
+from offload_rt.model.quantization import GATES, MOST_PAIRS, NF4, WITH_EXPERTS
+
+_IMPLEMENTATION = "offload_rt-4bit"
+"""Name of the products below among transformers' implementations of experts."""
+
+
+class QuantizedMatrices(nn.Module):
+    """One matrix for each expert of a layer, in NF4 with quantised scales.
+
+    Attributes:
+        shape: `(out, in)` of a matrix.
+        packed: `[experts, out * in / 2]`, two weights in a byte.
+        scales: `[experts, out * in / 64]` in 8 bits: `scale_scales` and `scale_offsets` expand them.
+        levels, scale_levels: the 16 and 256 values that numbers of 4 and 8 bits stand for.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    scale_scales: Tensor
+    scale_offsets: Tensor
+    levels: Tensor
+    scale_levels: Tensor
+
+    def __init__(self, matrices: Tensor, transposed: bool) -> None:
+        """Quantises the matrices of all experts, one by one.
+
+        Args:
+            matrices: `[experts, out, in]`, or `[experts, in, out]` where they are transposed.
+        """
+        super().__init__()
+        from bitsandbytes.functional import quantize_4bit  # not in every installation
+
+        parts: list[tuple[Tensor, ...]] = []
+        for matrix in matrices.mT if transposed else matrices:
+            packed, state = quantize_4bit(matrix.contiguous(), compress_statistics=True, quant_type=NF4)
+            nested = state.state2
+            parts.append((packed.view(-1), state.absmax, nested.absmax, state.offset))
+        self.shape, self._blocks = tuple(state.shape), (state.blocksize, nested.blocksize)
+        names = ("packed", "scales", "scale_scales", "scale_offsets")
+        for name, tensors in zip(names, zip(*parts, strict=True), strict=True):
+            self.register_buffer(name, torch.stack(tensors))
+        self.register_buffer("levels", state.code)
+        self.register_buffer("scale_levels", nested.code)
+
+    def matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """Returns the matrix `[out, in]` of an expert, expanded."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        parts = (self.packed, self.scales, self.scale_scales, self.scale_offsets)
+        packed, *scales = (part[expert] for part in parts)
+        expanded: Tensor = dequantize_4bit(packed.view(-1, 1), self._state(dtype, *scales))
+        return expanded
+
+    def each(self, inputs: Tensor, experts: Tensor) -> Tensor:
+        """Returns the products `[pairs, out]` of inputs with the matrices of experts, pair by pair.
+
+        No product sees another one's input. The host does not wait for the device: the weights of all pairs
+        are gathered on it.
+
+        Args:
+            inputs: `[pairs, in]`.
+            experts: a number for each, `[pairs]`.
+        """
+        from bitsandbytes import matmul_4bit
+
+        parts = (self.packed, self.scales, self.scale_scales, self.scale_offsets)
+        rows = zip(inputs.split(1), *(part[experts] for part in parts), strict=True)
+        return torch.cat(
+            [
+                matmul_4bit(row, packed.view(-1, 1), self._state(inputs.dtype, *scales))
+                for row, packed, *scales in rows
+            ]
+        )
+
+    def grouped(self, inputs: Tensor, experts: Tensor) -> Tensor:
+        """Returns what `each` does, in one product for each expert, whose matrix is expanded for it.
+
+        The host waits for the numbers of the experts.
+        """
+        order = experts.argsort(stable=True)
+        groups = inputs[order].split(experts.bincount(minlength=len(self.packed)).tolist())
+        products = [
+            nn.functional.linear(group, self.matrix(expert, inputs.dtype))
+            for expert, group in enumerate(groups)
+            if len(group)
+        ]
+        result = inputs.new_empty(len(inputs), self.shape[0])
+        result[order] = torch.cat(products)
+        return result
+
+    def _state(self, dtype: torch.dtype, scales: Tensor, scale_scales: Tensor, offset: Tensor) -> Any:
+        """Returns what bitsandbytes needs to know of one matrix."""
+        from bitsandbytes.functional import QuantState
+
+        block, scale_block = self._blocks
+        nested = QuantState(scale_scales, code=self.scale_levels, blocksize=scale_block, dtype=torch.float32)
+        return QuantState(
+            scales,
+            shape=self.shape,
+            code=self.levels,
+            blocksize=block,
+            quant_type=NF4,
+            dtype=dtype,
+            offset=offset,
+            state2=nested,
+        )
+
+
+_MATRICES = {True: ("gate_up_proj", "down_proj"), False: ("up_proj", "down_proj")}
+"""Names of the tensors with the matrices of all experts, in the order of the products, by `has_gate`."""
+
+
+def fused_experts(module: nn.Module) -> bool:
+    """Returns whether a module, not yet quantised, has the matrices of experts in tensors of its own."""
+    return type(module).__name__.endswith("Experts") and any(
+        parameter.dim() == 3 for parameter in module.parameters(recurse=False)
+    )
+
+
+def unknown_experts(model: nn.Module) -> str | None:
+    """Returns why the experts of a model cannot be quantised, in one line; None where they can be."""
+    for path, module in model.named_modules():
+        fused = {name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
+        if fused_experts(module) and fused != set(_MATRICES.get(getattr(module, "has_gate", None), ())):
+            return (
+                f"{path} ({type(module).__name__}) does not compute as transformers' interface for experts"
+                f" says, so that it cannot be quantized to {NF4}; leave --quantize out"
+            )
+    return None
+
+
+def compute_experts(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Returns the output `[tokens, hidden_size]` of quantised experts; it is the forward of their module.
+
+    Up to `MOST_PAIRS` pairs of a token and an expert are multiplied one by one: then no bit of a token depends
+    on another one.
+
+    Args:
+        experts: the module, whose matrices are `QuantizedMatrices`.
+        hidden_states: `[tokens, hidden_size]`.
+        top_k_index, top_k_weights: the experts of each token, `[tokens, chosen]`.
+    """
+    numbers, names = top_k_index.flatten(), _MATRICES[experts.has_gate]
+
+    def product(name: str, inputs: Tensor) -> Tensor:
+        matrices: QuantizedMatrices = getattr(experts, name)
+        multiply = matrices.each if len(numbers) <= MOST_PAIRS else matrices.grouped
+        output = multiply(inputs, numbers)
+        return output + getattr(experts, f"{name}_bias")[numbers] if experts.has_bias else output
+
+    inner = product(names[0], hidden_states.repeat_interleave(top_k_index.shape[-1], dim=0))
+    outer = product(names[1], experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner))
+    if experts.has_post_expert_norm:
+        outer = experts.post_expert_norm(outer)
+    weighted = outer * top_k_weights.reshape(-1, 1)
+    return weighted.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, compute_experts)
+
+
+class ExpertsConfig(BitsAndBytesConfig):  # type: ignore[misc]
+    """How transformers is to quantise linear layers and experts to NF4 as a checkpoint loads."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Takes the dtype that products are computed in."""
+        super().__init__(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=NF4,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+        self.quant_method = WITH_EXPERTS  # by which transformers finds the class below
+
+
+@register_quantizer(WITH_EXPERTS)
+class _ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
+    """Quantises linear layers as transformers does, and experts, a tensor at a time."""
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        return self._of_experts(model, param_name) or super().param_needs_quantization(
+            model, param_name, **kwargs
+        )
+
+    def _of_experts(self, model: PreTrainedModel, param_name: str) -> bool:
+        """Returns whether a parameter has the matrices of experts that are to be quantised."""
+        module, name = get_module_from_name(model, param_name)
+        matrices = _MATRICES.get(getattr(module, "has_gate", None), ())
+        return name in matrices and should_convert_module(
+            param_name.rpartition(".")[0], self.modules_to_not_convert
+        )
+
+    @staticmethod
+    def get_modules_to_not_convert(*arguments: Any, **options: Any) -> list[str]:
+        return [*Bnb4BitHfQuantizer.get_modules_to_not_convert(*arguments, **options), *GATES]
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self, super().get_quantize_ops())
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, device_map: Any, **kwargs: Any
+    ) -> None:
+        if (reason := unknown_experts(model)) is not None:
+            raise ValueError(reason)
+        super()._process_model_before_weight_loading(model, device_map, **kwargs)
+        if any(map(fused_experts, model.modules())):
+            model.set_experts_implementation(_IMPLEMENTATION)
+
+
+class _Quantize(ConversionOps):  # type: ignore[misc]
+    """Quantises a tensor of a checkpoint, that of experts to a module in the place of its parameter."""
+
+    def __init__(self, quantizer: _ExpertsQuantizer, linear: ConversionOps) -> None:
+        self._quantizer, self._linear = quantizer, linear
+
+    def convert(
+        self, input_dict: dict[str, Any], *, model: PreTrainedModel, missing_keys: set[str], **kwargs: Any
+    ) -> dict[str, Tensor]:
+        result: dict[str, Tensor] = {}
+        for path, given in input_dict.items():
+            if not self._quantizer._of_experts(model, path):
+                others = kwargs | {"model": model, "missing_keys": missing_keys}
+                result |= self._linear.convert({path: given}, **others)
+                continue
+            (experts, name), weights = get_module_from_name(model, path), given
+            if isinstance(weights, list):
+                (weights,) = weights
+            expected = getattr(experts, name)
+            if weights.shape != expected.shape:
+                raise ValueError(f"{path} is {list(weights.shape)} and {list(expected.shape)} by config.json")
+            delattr(experts, name)
+            setattr(experts, name, QuantizedMatrices(weights.to(expected.dtype), experts.is_transposed))
+            experts._is_hf_initialized = True  # its weights have been read
+            missing_keys.discard(path)
+        return result

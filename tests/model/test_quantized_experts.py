@@ -1,0 +1,186 @@
+"""Experts in 4 bits: their weights in memory, what they compute, rows that depend on no others, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from support.tiny_models import MIXTURES, byte_ids, mixture, noisy_copy, transformers_greedy
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cpu_kv import ElementType
+from offload_rt import LLM, SamplingParams
+from offload_rt.errors import UsageError
+from offload_rt.model import quantized_experts
+from offload_rt.model.loading import load_model
+from offload_rt.model.named_shapes import find_shape
+from offload_rt.model.quantization import MOST_PAIRS
+from offload_rt.model.quantized_experts import QuantizedMatrices
+from offload_rt.model.quantized_weights import stored_bytes
+from offload_rt.model.runner import CausalModel
+
+CPU = torch.device("cpu")
+PROMPT, PARAMS = byte_ids(150), SamplingParams(max_tokens=30)
+FEW, MANY = MOST_PAIRS // 2, MOST_PAIRS
+"""Rows whose products with two experts each are taken pair by pair, and rows whose products are grouped."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The mixtures by name, and a draft for the first one."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    paths = {name: folder / name for name in (*MIXTURES, "draft")}
+    models = {name: mixture(name) for name in MIXTURES}
+    models["draft"] = noisy_copy(models["qwen3-moe"], noise=0.1)
+    for name, model in models.items():
+        model.save_pretrained(paths[name])
+    return paths
+
+
+def expanded(model: PreTrainedModel, whole: PreTrainedModel) -> PreTrainedModel:
+    """Returns `whole` in float64 with the weights of a quantised model, expanded."""
+    reference = copy.deepcopy(whole).double()
+    reference.set_experts_implementation("eager")
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedMatrices):
+            matrices = torch.stack([module.matrix(at, torch.float32) for at in range(len(module.packed))])
+            given = reference.get_parameter(path)
+            given.data = (matrices if given.shape == matrices.shape else matrices.mT).double()
+        elif (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
+            weight = dequantize_4bit(module.weight.data, state)
+            reference.get_parameter(f"{path}.weight").data = weight.double()
+    return reference
+
+
+def loaded(folders: dict[str, Path], name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return load_model(folders[name], CPU, dtype, quantize="nf4")
+
+
+def experts_of(model: PreTrainedModel) -> nn.Module:
+    experts: nn.Module = model.model.layers[0].mlp.experts
+    return experts
+
+
+def routed(model: PreTrainedModel, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns hidden states, the two experts of each, and their weights."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(rows, model.config.hidden_size, generator=generator)
+    scores = torch.rand(rows, experts_of(model).num_experts, generator=generator)
+    weights, experts = scores.topk(2, dim=-1)
+    return hidden.to(dtype), experts, weights.to(dtype)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_weights_in_memory(folders: dict[str, Path], name: str) -> None:
+    """Experts have 4 bits with their scales, and are near the weights of the checkpoint."""
+    whole, model = mixture(name), loaded(folders, name, torch.bfloat16)
+    assert not any(parameter.dim() == 3 for parameter in experts_of(model).parameters())
+    seen = 0
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedMatrices):
+            given = whole.get_parameter(path)
+            seen += given.numel()
+            assert module.packed.dtype == torch.uint8 and 2 * module.packed.numel() == given.numel()
+            for expert, matrix in enumerate(given.mT if experts_of(whole).is_transposed else given):
+                error = module.matrix(expert, torch.float32) - matrix
+                assert 0.02 < error.norm() / matrix.norm() < 0.12
+    assert seen == sum(p.numel() for path, p in whole.named_parameters() if "experts." in path and p.dim() == 3)
+    planned = find_shape(folders[name], ElementType.BFLOAT16, quantize="nf4")
+    assert stored_bytes(model) == pytest.approx(planned.weight_bytes, rel=0.05)  # tables of 1 KiB
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("rows", [1, FEW, MANY])
+@torch.inference_mode()
+def test_products_are_those_of_the_expanded_weights(folders: dict[str, Path], name: str, rows: int) -> None:
+    """Against the code of the architecture, in float64."""
+    model = loaded(folders, name)
+    reference = expanded(model, mixture(name))
+    hidden, experts, weights = routed(model, rows, torch.float32)
+    computed = experts_of(model)(hidden, experts, weights)
+    expected = experts_of(reference)(hidden.double(), experts, weights.double())
+    assert (computed - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@torch.inference_mode()
+def test_logits(folders: dict[str, Path], name: str) -> None:
+    ids = torch.tensor([byte_ids(60)])
+    whole, model = mixture(name, initializer_range=0.05), loaded(folders, name)
+    expected = expanded(model, mixture(name))(ids).logits
+    logits = model(ids).logits
+    # Linear layers of bitsandbytes compute in bfloat16 on some processors.
+    assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_no_bit_of_a_row_depends_on_others(folders: dict[str, Path], name: str, dtype: torch.dtype) -> None:
+    model = loaded(folders, name, dtype)
+    experts, given = experts_of(model), routed(model, MANY, dtype)
+    alone = [experts(*(part[row : row + 1] for part in given)) for row in range(MANY)]
+    for rows in (2, 3, 7, 16, 33, FEW):
+        assert torch.equal(experts(*(part[:rows] for part in given)), torch.cat(alone[:rows]))
+    # In larger passes an expert's rows share a product, so that only the distribution is the same.
+    together, noise = experts(*given), 1e-5 if dtype == torch.float32 else 0.02
+    assert (together - torch.cat(alone)).abs().max() < noise * together.abs().max()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_speculation_writes_what_plain_decoding_does(folders: dict[str, Path], name: str) -> None:
+    draft = folders["draft"] if name == "qwen3-moe" else None
+    sizes: dict[str, object] = {"streaming.sinks": 4, "streaming.window": 60, "speculation.gamma2": 4}
+    config = "streaming" if draft else "lookup"
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "quantize": "nf4"}
+    with LLM(folders[name], config="plain", **options) as llm:
+        plain = llm.generate(PROMPT, PARAMS)
+        module = llm.engine.target.module
+        assert isinstance(experts_of(module).down_proj, QuantizedMatrices)
+        assert plain.tokens == transformers_greedy(module, PROMPT, len(plain.tokens))
+    with LLM(folders[name], draft, config=config, overrides=sizes if draft else {}, **options) as llm:
+        result = llm.generate(PROMPT, PARAMS)
+    assert result.tokens == plain.tokens and result.exactness.startswith("distribution")
+    assert not draft or 0 < result.timings.accepted_tokens < result.timings.drafted_tokens
+
+
+def test_one_tensor_is_expanded_at_a_time(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a checkpoint loads, at most one tensor of experts is there in the checkpoint's dtype."""
+    alive, most = set[int](), list[int]()
+    build = QuantizedMatrices.__init__
+
+    def watched(module: QuantizedMatrices, matrices: Tensor, transposed: bool) -> None:
+        alive.add(id(matrices))
+        weakref.finalize(matrices, alive.discard, id(matrices))
+        most.append(len(alive))
+        build(module, matrices, transposed)
+
+    monkeypatch.setattr(QuantizedMatrices, "__init__", watched)
+    loaded(folders, "qwen3-moe")
+    assert most == [1] * 4 and not alive
+
+
+def test_experts_that_compute_otherwise_are_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized_experts, "_MATRICES", {})
+    said = r"experts \(Qwen3MoeExperts\) does not compute as transformers' interface .* leave --quantize out$"
+    with pytest.raises(UsageError, match=said):
+        loaded(folders, "qwen3-moe")
+    with pytest.raises(UsageError, match=said):
+        find_shape(folders["qwen3-moe"], None, quantize="nf4")
+
+
+def test_a_checkpoint_of_other_sizes_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    mixture("qwen3-moe", moe_intermediate_size=32).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes((folders["qwen3-moe"] / "config.json").read_bytes())
+    with pytest.raises(UsageError, match=r"gate_up_proj is \[8, 64, 64\] and \[8, 128, 64\] by config\.json"):
+        loaded({"smaller": tmp_path}, "smaller")
