@@ -197,15 +197,25 @@ class ExpertsConfig(BitsAndBytesConfig):  # type: ignore[misc]
 
 @register_quantizer(WITH_EXPERTS)
 class _ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
-    """Quantises linear layers as transformers does, and experts, a tensor at a time."""
+    """Quantises linear layers as transformers does, and experts, a tensor at a time.
+
+    Attributes:
+        misshapen: tensors of experts that have other shapes in the files than by the config.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.misshapen: set[str] = set()
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        return self._of_experts(model, param_name) or super().param_needs_quantization(
+        return self.of_experts(model, param_name) or super().param_needs_quantization(
             model, param_name, **kwargs
         )
 
-    def _of_experts(self, model: PreTrainedModel, param_name: str) -> bool:
+    def of_experts(self, model: PreTrainedModel, param_name: str) -> bool:
         """Returns whether a parameter has the matrices of experts that are to be quantised."""
+        if param_name in self.misshapen:
+            return False
         module, name = get_module_from_name(model, param_name)
         matrices = _MATRICES.get(getattr(module, "has_gate", None), ())
         return name in matrices and should_convert_module(
@@ -240,7 +250,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
     ) -> dict[str, Tensor]:
         result: dict[str, Tensor] = {}
         for path, given in input_dict.items():
-            if not self._quantizer._of_experts(model, path):
+            if not self._quantizer.of_experts(model, path):
                 others = kwargs | {"model": model, "missing_keys": missing_keys}
                 result |= self._linear.convert({path: given}, **others)
                 continue
@@ -248,8 +258,10 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
             if isinstance(weights, list):
                 (weights,) = weights
             expected = getattr(experts, name)
-            if weights.shape != expected.shape:
-                raise ValueError(f"{path} is {list(weights.shape)} and {list(expected.shape)} by config.json")
+            if weights.shape != expected.shape:  # which transformers reports
+                self._quantizer.misshapen.add(path)
+                result[path] = weights
+                continue
             delattr(experts, name)
             setattr(experts, name, QuantizedMatrices(weights.to(expected.dtype), experts.is_transposed))
             experts._is_hf_initialized = True  # its weights have been read

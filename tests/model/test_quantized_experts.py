@@ -27,6 +27,12 @@ from offload_rt.model.runner import CausalModel
 
 CPU = torch.device("cpu")
 PROMPT, PARAMS = byte_ids(150), SamplingParams(max_tokens=30)
+SIZES: dict[str, object] = {
+    "streaming.sinks": 4,
+    "streaming.window": 60,
+    "speculation.gamma2": 4,
+    "speculation.step_down": False,
+}
 FEW, MANY = MOST_PAIRS // 2, MOST_PAIRS
 """Rows whose products with two experts each are taken pair by pair, and rows whose products are grouped."""
 
@@ -50,8 +56,8 @@ def expanded(model: PreTrainedModel, whole: PreTrainedModel) -> PreTrainedModel:
     for path, module in model.named_modules():
         if isinstance(module, QuantizedMatrices):
             matrices = torch.stack([module.matrix(at, torch.float32) for at in range(len(module.packed))])
-            given = reference.get_parameter(path)
-            given.data = (matrices if given.shape == matrices.shape else matrices.mT).double()
+            transposed = experts_of(reference).is_transposed
+            reference.get_parameter(path).data = (matrices.mT if transposed else matrices).double()
         elif (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
             weight = dequantize_4bit(module.weight.data, state)
             reference.get_parameter(f"{path}.weight").data = weight.double()
@@ -111,12 +117,16 @@ def test_products_are_those_of_the_expanded_weights(folders: dict[str, Path], na
 @pytest.mark.parametrize("name", MIXTURES)
 @torch.inference_mode()
 def test_logits(folders: dict[str, Path], name: str) -> None:
-    ids = torch.tensor([byte_ids(60)])
-    whole, model = mixture(name, initializer_range=0.05), loaded(folders, name)
-    expected = expanded(model, mixture(name))(ids).logits
-    logits = model(ids).logits
-    # Linear layers of bitsandbytes compute in bfloat16 on some processors.
-    assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+    """They are those of the expanded weights in float64, and as near the whole model's as 4 bits allow."""
+    ids, whole = torch.tensor([byte_ids(60)]), mixture(name)
+    model = loaded(folders, name)
+    for module in model.modules():  # else linear layers compute in bfloat16 on some processors
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    expected, logits = expanded(model, whole)(ids).logits, model(ids).logits
+    assert (logits - expected).abs().max() < 2e-3 * expected.abs().max()
+    alike = nn.functional.cosine_similarity(logits, whole(ids).logits, dim=-1)
+    assert 0.5 < alike.mean() < 0.999
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -136,7 +146,7 @@ def test_no_bit_of_a_row_depends_on_others(folders: dict[str, Path], name: str, 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_speculation_writes_what_plain_decoding_does(folders: dict[str, Path], name: str) -> None:
     draft = folders["draft"] if name == "qwen3-moe" else None
-    sizes: dict[str, object] = {"streaming.sinks": 4, "streaming.window": 60, "speculation.gamma2": 4}
+    sizes = SIZES if draft else {}
     config = "streaming" if draft else "lookup"
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "quantize": "nf4"}
     with LLM(folders[name], config="plain", **options) as llm:
@@ -144,7 +154,7 @@ def test_speculation_writes_what_plain_decoding_does(folders: dict[str, Path], n
         module = llm.engine.target.module
         assert isinstance(experts_of(module).down_proj, QuantizedMatrices)
         assert plain.tokens == transformers_greedy(module, PROMPT, len(plain.tokens))
-    with LLM(folders[name], draft, config=config, overrides=sizes if draft else {}, **options) as llm:
+    with LLM(folders[name], draft, config=config, overrides=sizes, **options) as llm:
         result = llm.generate(PROMPT, PARAMS)
     assert result.tokens == plain.tokens and result.exactness.startswith("distribution")
     assert not draft or 0 < result.timings.accepted_tokens < result.timings.drafted_tokens
@@ -182,5 +192,5 @@ def test_experts_that_compute_otherwise_are_refused(
 def test_a_checkpoint_of_other_sizes_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     mixture("qwen3-moe", moe_intermediate_size=32).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_bytes((folders["qwen3-moe"] / "config.json").read_bytes())
-    with pytest.raises(UsageError, match=r"gate_up_proj is \[8, 64, 64\] and \[8, 128, 64\] by config\.json"):
+    with pytest.raises(UsageError, match=r"down_proj is \[8, 64, 32\] in the files and \[8, 64, 64\]"):
         loaded({"smaller": tmp_path}, "smaller")

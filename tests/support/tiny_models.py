@@ -173,7 +173,6 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_LINEAR,
             **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 32),
-            **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 2),
             "num_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
