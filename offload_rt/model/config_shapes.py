@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from offload_rt.model.supported import refuse_unsupported
 
 _MLP_WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim")
 """Names of the width inside an MLP in a config."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
+"""Names of the numbers of experts of a layer in a config, and of those that a token goes through."""
 
 
 def from_config(
@@ -51,6 +55,17 @@ def _without_memory(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
+
+
+def _numbers_of_experts(experts: Sequence[Any], text: PretrainedConfig) -> dict[str, Any]:
+    """Returns the fields of a shape with the numbers of experts; a step is taken to read all where a config
+    does not say how many it chooses."""
+    if not experts:
+        return {}
+    named = (getattr(experts[0], "num_experts", None), *(getattr(text, name, None) for name in _EXPERTS))
+    number = next((value for value in named if type(value) is int), 1)
+    chosen = next((value for name in _CHOSEN if type(value := getattr(text, name, None)) is int), number)
+    return {"experts": number, "chosen_experts": min(chosen, number), "expert_layers": len(experts)}
 
 
 def ignored_parts(config: PretrainedConfig) -> str:
@@ -121,6 +136,7 @@ def shape_of(
             sum(p.numel() for name, p in item.named_parameters() if "bias" not in name) if item else 0
             for item in experts
         ),
+        **_numbers_of_experts([item for item in experts if item is not None], text),
         quantization=quantization,
         **quantized,
         dtype=dtype or ElementType.of(own_dtype),

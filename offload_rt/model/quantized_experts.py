@@ -7,6 +7,7 @@ implementation of transformers' `ExpertsInterface`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,21 +93,9 @@ class QuantizedMatrices(nn.Module):
             ]
         )
 
-    def grouped(self, inputs: Tensor, experts: Tensor) -> Tensor:
-        """Returns what `each` does, in one product for each expert, whose matrix is expanded for it.
-
-        The host waits for the numbers of the experts.
-        """
-        order = experts.argsort(stable=True)
-        groups = inputs[order].split(experts.bincount(minlength=len(self.packed)).tolist())
-        products = [
-            nn.functional.linear(group, self.matrix(expert, inputs.dtype))
-            for expert, group in enumerate(groups)
-            if len(group)
-        ]
-        result = inputs.new_empty(len(inputs), self.shape[0])
-        result[order] = torch.cat(products)
-        return result
+    def expanded(self, inputs: Tensor, expert: int) -> Tensor:
+        """Returns the products `[rows, out]` of inputs `[rows, in]` with the expanded matrix of an expert."""
+        return nn.functional.linear(inputs, self.matrix(expert, inputs.dtype))
 
     def _state(self, dtype: torch.dtype, scales: Tensor, scale_scales: Tensor, offset: Tensor) -> Any:
         """Returns what bitsandbytes needs to know of one matrix."""
@@ -154,28 +143,52 @@ def compute_experts(
 ) -> Tensor:
     """Returns the output `[tokens, hidden_size]` of quantised experts; it is the forward of their module.
 
-    Up to `MOST_PAIRS` pairs of a token and an expert are multiplied one by one: then no bit of a token depends
-    on another one.
+    Up to `MOST_PAIRS` pairs of a token and an expert are multiplied one by one: no bit of a token depends on
+    another token, and the host does not wait for the device. In larger passes the tokens of an expert share
+    its products, and the host waits for their numbers.
 
     Args:
         experts: the module, whose matrices are `QuantizedMatrices`.
         hidden_states: `[tokens, hidden_size]`.
         top_k_index, top_k_weights: the experts of each token, `[tokens, chosen]`.
     """
-    numbers, names = top_k_index.flatten(), _MATRICES[experts.has_gate]
+    chosen, numbers, weights = top_k_index.shape[-1], top_k_index.flatten(), top_k_weights.reshape(-1, 1)
+    if len(numbers) <= MOST_PAIRS:
+        inputs = hidden_states.repeat_interleave(chosen, dim=0)
+        weighted = _outputs(experts, QuantizedMatrices.each, inputs, numbers) * weights
+        return weighted.unflatten(0, (-1, chosen)).sum(dim=1).to(hidden_states.dtype)
+    output = torch.zeros_like(hidden_states, dtype=torch.float32)
+    counts = numbers.bincount(minlength=experts.num_experts).tolist()
+    for expert, pairs in enumerate(numbers.argsort().split(counts)):
+        if len(pairs):
+            rows = pairs // chosen
+            outputs = _outputs(experts, QuantizedMatrices.expanded, hidden_states[rows], expert)
+            output.index_add_(0, rows, (outputs * weights[pairs]).float())
+    return output.to(hidden_states.dtype)
+
+
+def _outputs(
+    experts: Any,
+    multiply: Callable[[QuantizedMatrices, Tensor, Any], Tensor],
+    inputs: Tensor,
+    numbers: Tensor | int,
+) -> Tensor:
+    """Returns the unweighted outputs `[rows, hidden_size]` of experts.
+
+    Args:
+        multiply: a method of `QuantizedMatrices`, which takes inputs and `numbers`.
+        inputs: `[rows, hidden_size]`.
+        numbers: of the experts, `[rows]`, or of one.
+    """
+    up, down = _MATRICES[experts.has_gate]
 
     def product(name: str, inputs: Tensor) -> Tensor:
-        matrices: QuantizedMatrices = getattr(experts, name)
-        multiply = matrices.each if len(numbers) <= MOST_PAIRS else matrices.grouped
-        output = multiply(inputs, numbers)
+        output = multiply(getattr(experts, name), inputs, numbers)
         return output + getattr(experts, f"{name}_bias")[numbers] if experts.has_bias else output
 
-    inner = product(names[0], hidden_states.repeat_interleave(top_k_index.shape[-1], dim=0))
-    outer = product(names[1], experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner))
-    if experts.has_post_expert_norm:
-        outer = experts.post_expert_norm(outer)
-    weighted = outer * top_k_weights.reshape(-1, 1)
-    return weighted.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
+    inner = product(up, inputs)
+    outer = product(down, experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner))
+    return experts.post_expert_norm(outer) if experts.has_post_expert_norm else outer
 
 
 ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, compute_experts)

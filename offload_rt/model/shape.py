@@ -12,7 +12,7 @@ from cpu_kv import ElementType, KVSizes
 from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
 from offload_rt.model.layer_kinds import Recurrence
 from offload_rt.model.layer_order import LayerOrder
-from offload_rt.model.quantization import Quantization
+from offload_rt.model.quantization import WITH_EXPERTS, Quantization
 from offload_rt.model.rope import Yarn
 
 if TYPE_CHECKING:
@@ -49,6 +49,9 @@ class ModelShape:
     kinds: LayerKinds = field(default_factory=lambda: LayerKinds(()))  # left out where all are full
     recurrence: Recurrence | None = None  # sizes of a layer with a recurrent state, where there is one
     expert_parameters: int = field(default=0, compare=False)  # of those of each MLP, those of its experts
+    experts: int = 0  # of each MLP, or 0
+    chosen_experts: int = 0  # those that a token goes through
+    expert_layers: int = 0  # layers with experts; 0: all, where there are experts
     quantization: Quantization | None = None
     quantized: int = 0  # weights that are quantised in memory
     quantized_mlp: int = 0  # and of the MLP of each layer
@@ -83,6 +86,54 @@ class ModelShape:
     def step_bytes(self) -> int:
         return self._stored_bytes(self.step_parameters, self.quantized)
 
+    @property
+    def all_experts(self) -> int:
+        """Weights of the experts of all layers."""
+        return self.expert_layers * self.expert_parameters
+
+    @property
+    def experts_quantized(self) -> bool:
+        """Whether the experts are quantised in memory."""
+        return bool(self.all_experts and self.quantized and self.quantization and self.quantization.experts)
+
+    @property
+    def gathers_experts(self) -> bool:
+        """Whether products with quantised experts are those of `quantized_experts`."""
+        return (
+            self.experts_quantized
+            and self.quantization is not None
+            and self.quantization.method == WITH_EXPERTS
+        )
+
+    @property
+    def quantized_linear(self) -> int:
+        """Weights of linear layers that are quantised in memory."""
+        return self.quantized - self.all_experts if self.experts_quantized else self.quantized
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of one expert; 0 where there are none."""
+        if not self.experts:
+            return 0.0
+        quantized = self.expert_parameters if self.experts_quantized else 0
+        return self._stored_bytes(self.expert_parameters, quantized) / self.experts
+
+    @property
+    def active_parameters(self) -> float:
+        """Weights that a token is multiplied with: all of a step's but those of experts not chosen."""
+        chosen = self.chosen_experts / self.experts if self.experts else 1.0
+        return self.step_parameters - (1 - chosen) * self.all_experts
+
+    def distinct_experts(self, rows: int) -> float:
+        """Returns the expected number of experts of a layer that a pass of some rows goes through.
+
+        Each row is assumed to choose by itself, every expert with the same chance. Rows of one text share
+        more experts than that, so that fewer are read.
+        """
+        if not self.experts:
+            return 0.0
+        return self.experts * (1 - (1 - self.chosen_experts / self.experts) ** rows)
+
     def _stored_bytes(self, parameters: int, quantized: int) -> int:
         """Returns the bytes of weights of which some are quantised."""
         packed = self.quantization.nbytes(quantized) if self.quantization is not None and quantized else 0
@@ -95,21 +146,21 @@ class ModelShape:
         """
         if quantization.bits is None:
             return replace(self, quantization=quantization)
-        experts = self.layers * self.expert_parameters
         embeddings = (1 if self.tied else 2) * self.embedding_parameters
-        linear = self.parameters - embeddings - experts
+        linear = self.parameters - embeddings - self.all_experts
+        in_mlp = self.mlp_parameters - self.expert_parameters
         return replace(
             self,
             quantization=quantization,
-            quantized=experts if quantization.experts else linear,
-            quantized_mlp=self.expert_parameters
-            if quantization.experts
-            else self.mlp_parameters - self.expert_parameters,
+            quantized=quantization.linear * linear + quantization.experts * self.all_experts,
+            quantized_mlp=quantization.linear * in_mlp + quantization.experts * self.expert_parameters,
         )
 
     def __post_init__(self) -> None:
         if not self.mlp_parameters:
             object.__setattr__(self, "mlp_parameters", 3 * self.hidden * self.intermediate)
+        if self.expert_parameters and not self.expert_layers:
+            object.__setattr__(self, "expert_layers", self.layers)
         if not self.kinds.local:
             uniform = LayerKinds.uniform(self.layers, self.kv_heads, self.head_dim)
             object.__setattr__(self, "kinds", uniform)
@@ -167,6 +218,7 @@ class ModelShape:
             self,
             layers=len(kinds.kinds),
             kinds=kinds,
+            expert_layers=max(0, self.expert_layers - len(order.no_mlp)),
             parameters=self.parameters - left_out,
             quantized=quantized,
         )
@@ -262,6 +314,8 @@ def head_shape(target: ModelShape, *, mtp: bool = False) -> ModelShape:
         quantization=None,
         quantized=0,
         quantized_mlp=0,
+        expert_parameters=target.expert_parameters if mtp else 0,
+        expert_layers=1 if mtp and target.expert_parameters else 0,
         vocabulary=vocabulary,
         parameters=block + vocabulary * hidden,
         tied=True,

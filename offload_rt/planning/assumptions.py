@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from offload_rt.config.priors import DRAFT_LENGTHS, REJECTIONS_POWER, RUNNER_UP_HITS, SECOND_CHOICE
 from offload_rt.config.validation import shown
+from offload_rt.model.quantization import MOST_PAIRS
 from offload_rt.planning.cost_model import (
     EXCHANGE_MS,
     FUSED_ROWS,
@@ -34,6 +35,7 @@ def machine(request: PlanRequest) -> Iterator[str]:
             f"to it and {gpu.to_host_rate:.1f} GB/s back, {gpu.launch_ms:.2f} ms to launch a layer's kernels"
         )
     yield from _quantized(request)
+    yield from _experts(request)
     memory = MemoryBudget(request)
     if request.store_layout.packed:
         yield (
@@ -64,7 +66,7 @@ def _quantized(request: PlanRequest) -> Iterator[str]:
         f" {rest / GIB:.2f} GiB"
     )
     if target.expert_parameters and not quantization.experts:
-        yield f"experts are not quantized: {quantization.name} is for linear layers alone"
+        yield f"experts are not quantized: {quantization.name} is for linear layers only"
     if rates := product_rates(processor.products, quantization):
         figures = ", ".join(f"{rate.rate:.0f} at {rate.rows}" for rate in rates)
         yield f"products with {quantization.name} weights (measured): {figures} rows, in billions a second"
@@ -72,6 +74,24 @@ def _quantized(request: PlanRequest) -> Iterator[str]:
         yield (
             f"products with {quantization.name} weights (not measured): up to {FUSED_ROWS} rows they read the"
             " weights as they are stored, at the memory's rate; for more, weights are expanded first"
+        )
+
+
+def _experts(request: PlanRequest) -> Iterator[str]:
+    """Yields how many experts a pass reads, where the target is a mixture."""
+    target, processor = request.target, "GPU" if request.hardware.gpus else "CPU"
+    if not target.experts:
+        return
+    counts = ", ".join(f"{target.distinct_experts(rows):.0f} for {rows}" for rows in (1, 8, 64))
+    yield (
+        f"experts: a token goes through {target.chosen_experts} of {target.experts} in a layer, and a pass of"
+        f" several tokens through {counts}, as if each token chose by itself at random"
+    )
+    if target.gathers_experts and target.quantization:
+        yield (
+            f"experts in {target.quantization.name} (not measured): up to {MOST_PAIRS} pairs of a token and"
+            f" an expert, the {processor} reads the weights of each pair twice and writes them once, as they"
+            " are stored; for more, each expert is expanded once"
         )
 
 

@@ -16,7 +16,7 @@ from offload_rt.config.priors import LATER_CHOICES, expected_tokens, outcome_cha
 from offload_rt.drafting.levels.base import Cost
 from offload_rt.kernels.sizes import MOST_PACKED_QUERIES, PASS_ROWS, tile_rows
 from offload_rt.model.layer_order import LayerOrder
-from offload_rt.model.quantization import Quantization
+from offload_rt.model.quantization import MOST_PAIRS, Quantization
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.memory import MemoryBudget, Placement
 from offload_rt.planning.request import PlanRequest
@@ -29,6 +29,8 @@ EXCHANGE_MS = 0.15
 kernels cross the link between its copies. An estimate that no GPU has confirmed."""
 LAYER_KERNELS = 45
 """Kernels of one decoder layer over a bounded cache: `launch_ms` is the time to launch that many."""
+EXPERT_KERNELS = 14
+"""Kernels of an expert in 4 bits whose weights are expanded: two products, what is around them."""
 SEGMENT_CALLS = 14
 """CUDA calls for a streamed segment: two kernels that attend it, also where it is packed, four copies with a
 kernel each, four calls for events."""
@@ -154,7 +156,7 @@ class CostModel:
         states = self.processor.read_ms(2 * shape.state_bytes)  # read and written
         busy = products + attending + states + remote * EXCHANGE_MS
         graphed = graph and not (remote or self.request.in_place or shape.kinds.local)
-        launching = shape.layers * self.processor.launch_ms
+        launching = self._launching(shape, queries)
         return Cost(busy, GRAPH_LAUNCH_SHARE * launching if graphed else launching)
 
     def pass_cost_on_two(self, shape: ModelShape, order: LayerOrder, queries: int, entries: int) -> Cost:
@@ -169,7 +171,8 @@ class CostModel:
             return products + attending / MASKED_ATTENTION_SHARE
 
         first_ms, second_ms, saved = block_ms(first), block_ms(second), 0.0
-        mlp = first.read_ms(shape.mlp_bytes)
+        experts = self._experts(shape, queries) / max(1, shape.expert_layers)
+        mlp = first.read_ms(shape.mlp_bytes - shape.experts * shape.expert_bytes) + experts
         for group in order.groups:
             remote = len(order.remote.intersection(group))
             # The first device waits where its own layers of the group are done before the others arrive.
@@ -180,19 +183,48 @@ class CostModel:
 
     def _products(self, shape: ModelShape, rows: int) -> float:
         """Returns the ms of products of some rows with all weights of a shape."""
-        processor, quantized = self.processor, shape.quantized
-        rest = shape.step_parameters - quantized
+        processor, linear, experts = self.processor, shape.quantized_linear, self._experts(shape, rows)
+        others = shape.step_parameters - shape.all_experts - linear
         if rates := product_rates(processor.products, shape.quantization):
-            quantized_ms = quantized / product_rate(rates, rows) / 1e6
-            reading_ms = processor.read_ms(rest * shape.dtype.itemsize)
-            return quantized_ms + max(reading_ms, processor.compute_ms(2 * rows * rest))
-        reading = processor.read_ms(shape.step_bytes)
-        expanding = self._expanding(shape) if rows > FUSED_ROWS else 0.0
-        return expanding + max(reading, processor.compute_ms(2 * rows * shape.step_parameters))
+            quantized_ms = linear / product_rate(rates, rows) / 1e6
+            reading_ms = processor.read_ms(others * shape.dtype.itemsize)
+            return experts + quantized_ms + max(reading_ms, processor.compute_ms(2 * rows * others))
+        reading = processor.read_ms(
+            shape.step_bytes - shape.expert_layers * shape.experts * shape.expert_bytes
+        )
+        expanding = self._expanding(shape, linear) if rows > FUSED_ROWS else 0.0
+        return experts + expanding + max(reading, processor.compute_ms(2 * rows * (linear + others)))
 
-    def _expanding(self, shape: ModelShape) -> float:
-        """Returns the ms in which quantised weights are expanded, and read again."""
-        return self.processor.read_ms(2 * shape.quantized * shape.dtype.itemsize)
+    def _experts(self, shape: ModelShape, rows: int) -> float:
+        """Returns the ms of products of some rows with the experts that they choose, in all layers.
+
+        Quantised ones are gathered for each pair of a row and an expert; in large passes, they are expanded.
+        """
+        if not shape.experts:
+            return 0.0
+        size, pairs = shape.expert_bytes, rows * shape.chosen_experts
+        read = shape.distinct_experts(rows) * size
+        if shape.gathers_experts and pairs <= MOST_PAIRS:
+            read = 3 * pairs * size
+        elif shape.gathers_experts:
+            weights = shape.expert_parameters / shape.experts
+            read += 2 * shape.distinct_experts(rows) * weights * shape.dtype.itemsize
+        flops = 2 * pairs * shape.expert_parameters / shape.experts
+        computing = self.processor.compute_ms(shape.expert_layers * flops)
+        return max(self.processor.read_ms(shape.expert_layers * read), computing)
+
+    def _launching(self, shape: ModelShape, rows: int) -> float:
+        """Returns the ms in which the kernels of a pass are launched one by one."""
+        kernels: float = shape.layers * LAYER_KERNELS
+        if shape.gathers_experts:
+            pairs = rows * shape.chosen_experts
+            of_layer = 2 * pairs if pairs <= MOST_PAIRS else EXPERT_KERNELS * shape.distinct_experts(rows)
+            kernels += shape.expert_layers * of_layer
+        return kernels / LAYER_KERNELS * self.processor.launch_ms
+
+    def _expanding(self, shape: ModelShape, quantized: int) -> float:
+        """Returns the ms in which so many quantised weights are expanded, and read again."""
+        return self.processor.read_ms(2 * quantized * shape.dtype.itemsize)
 
     def host_attention_ms(self, tokens: int, queries: int) -> float:
         ms = self._store_attention(tokens, queries)
@@ -426,13 +458,13 @@ class CostModel:
     def prefill_ms(self) -> float:
         """Returns the time of the prefill, layer by layer; meanwhile its KV crosses the link to the host."""
         target, tokens = self.target, self.request.context
-        products = 2 * (target.step_parameters - target.embedding_parameters) * tokens
+        products = 2 * (target.active_parameters - target.embedding_parameters) * tokens
         attention = target.prompt_flops(tokens)
         attention /= PREFILL_ATTENTION_SHARE["cpu" if self.request.in_place else "gpu"]
         computing = self.processor.compute_ms(products + attention)
         chunks = -(-tokens // self.config.prefill.chunk)
-        computing += chunks * self._expanding(target)
-        launching = chunks * target.layers * self.processor.launch_ms
+        computing += chunks * self._expanding(target, target.quantized)
+        launching = chunks * self._launching(target, -(-tokens // chunks))
         if self.request.in_place:
             return computing + launching
         gpu = self.request.hardware.gpus[0]

@@ -370,14 +370,14 @@ def unquantized_experts(request: PlanRequest) -> Iterator[str]:
     target = request.target
     if target.quantization is None or target.quantization.experts or not target.expert_parameters:
         return
-    experts = target.layers * target.expert_parameters * target.dtype.itemsize / GIB
+    experts = target.all_experts * target.dtype.itemsize / GIB
     budget = MemoryBudget(request)
     memory = budget.host if request.in_place else budget.gpu(0)
     needed = ceil((sum(memory.values()) - memory["reserve"]) / (1 - RESERVE_SHARE) / GIB)
     yield (
         f"{target.quantization.name} leaves the experts in {target.dtype},"
-        f" {experts:.1f} GiB: this needs {'a host' if request.in_place else 'a GPU'} of {needed} GiB, or a"
-        " checkpoint with quantized experts (MXFP4, as gpt-oss)"
+        f" {experts:.1f} GiB: this needs {'a host' if request.in_place else 'a GPU'} of {needed} GiB, or"
+        f" {QUANTIZE}, which quantizes experts too"
     )
 
 

@@ -1,4 +1,4 @@
-"""Experts in 4 bits: their weights in memory, what they compute, rows that depend on no others, and refusals."""
+"""Experts in 4 bits: their weights in memory, their products, rows that depend on no others, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import MOST_PAIRS
 from offload_rt.model.quantized_experts import QuantizedMatrices
 from offload_rt.model.quantized_weights import stored_bytes
-from offload_rt.model.runner import CausalModel
 
 CPU = torch.device("cpu")
 PROMPT, PARAMS = byte_ids(150), SamplingParams(max_tokens=30)
@@ -77,7 +76,8 @@ def routed(model: PreTrainedModel, rows: int, dtype: torch.dtype) -> tuple[Tenso
     """Returns hidden states, the two experts of each, and their weights."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(rows, model.config.hidden_size, generator=generator)
-    scores = torch.rand(rows, experts_of(model).num_experts, generator=generator)
+    numbers: Any = experts_of(model).num_experts
+    scores = torch.rand(rows, numbers, generator=generator)
     weights, experts = scores.topk(2, dim=-1)
     return hidden.to(dtype), experts, weights.to(dtype)
 
@@ -96,7 +96,9 @@ def test_weights_in_memory(folders: dict[str, Path], name: str) -> None:
             for expert, matrix in enumerate(given.mT if experts_of(whole).is_transposed else given):
                 error = module.matrix(expert, torch.float32) - matrix
                 assert 0.02 < error.norm() / matrix.norm() < 0.12
-    assert seen == sum(p.numel() for path, p in whole.named_parameters() if "experts." in path and p.dim() == 3)
+    assert seen == sum(
+        p.numel() for path, p in whole.named_parameters() if "experts." in path and p.dim() == 3
+    )
     planned = find_shape(folders[name], ElementType.BFLOAT16, quantize="nf4")
     assert stored_bytes(model) == pytest.approx(planned.weight_bytes, rel=0.05)  # tables of 1 KiB
 
@@ -120,13 +122,14 @@ def test_logits(folders: dict[str, Path], name: str) -> None:
     """They are those of the expanded weights in float64, and as near the whole model's as 4 bits allow."""
     ids, whole = torch.tensor([byte_ids(60)]), mixture(name)
     model = loaded(folders, name)
+    module: Any
     for module in model.modules():  # else linear layers compute in bfloat16 on some processors
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     expected, logits = expanded(model, whole)(ids).logits, model(ids).logits
-    assert (logits - expected).abs().max() < 2e-3 * expected.abs().max()
+    assert (logits - expected).abs().max() < 2e-4 * expected.abs().max()
     alike = nn.functional.cosine_similarity(logits, whole(ids).logits, dim=-1)
-    assert 0.5 < alike.mean() < 0.999
+    assert 0.4 < alike.mean() < 0.999
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -160,9 +163,7 @@ def test_speculation_writes_what_plain_decoding_does(folders: dict[str, Path], n
     assert not draft or 0 < result.timings.accepted_tokens < result.timings.drafted_tokens
 
 
-def test_one_tensor_is_expanded_at_a_time(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_tensor_is_expanded_at_a_time(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """While a checkpoint loads, at most one tensor of experts is there in the checkpoint's dtype."""
     alive, most = set[int](), list[int]()
     build = QuantizedMatrices.__init__

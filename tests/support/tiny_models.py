@@ -250,7 +250,9 @@ def local_model(arch: str, *, seed: int = 0, vocabulary: int = VOCABULARY, **con
     return _small_model(*LOCAL_ARCHITECTURES[arch], seed, vocabulary, config)
 
 
-def mixture(arch: str = "qwen3-moe", *, seed: int = 0, vocabulary: int = VOCABULARY, **config: Any) -> PreTrainedModel:
+def mixture(
+    arch: str = "qwen3-moe", *, seed: int = 0, vocabulary: int = VOCABULARY, **config: Any
+) -> PreTrainedModel:
     """A float32 model of `MIXTURES[arch]`."""
     return _small_model(*MIXTURES[arch], seed, vocabulary, config)
 
