@@ -115,8 +115,13 @@ class QuantizedMatrices(nn.Module):
         )
 
 
-_MATRICES = {True: ("gate_up_proj", "down_proj"), False: ("up_proj", "down_proj")}
-"""Names of the tensors with the matrices of all experts, in the order of the products, by `has_gate`."""
+def _matrix_names(experts: Any) -> tuple[str, ...]:
+    """Returns the names of the tensors with the matrices of all experts, in the order of the products.
+
+    There are none where the module does not compute as transformers' interface for experts says.
+    """
+    gated = getattr(experts, "has_gate", None)
+    return () if gated is None else ("gate_up_proj" if gated else "up_proj", "down_proj")
 
 
 def fused_experts(module: nn.Module) -> bool:
@@ -130,7 +135,7 @@ def unknown_experts(model: nn.Module) -> str | None:
     """Returns why the experts of a model cannot be quantised, in one line; None where they can be."""
     for path, module in model.named_modules():
         fused = {name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
-        if fused_experts(module) and fused != set(_MATRICES.get(getattr(module, "has_gate", None), ())):
+        if fused_experts(module) and fused != set(_matrix_names(module)):
             return (
                 f"{path} ({type(module).__name__}) does not compute as transformers' interface for experts"
                 f" says, so that it cannot be quantized to {NF4}; leave --quantize out"
@@ -155,7 +160,7 @@ def compute_experts(
     chosen, numbers, weights = top_k_index.shape[-1], top_k_index.flatten(), top_k_weights.reshape(-1, 1)
     if len(numbers) <= MOST_PAIRS:
         inputs = hidden_states.repeat_interleave(chosen, dim=0)
-        weighted = _outputs(experts, QuantizedMatrices.each, inputs, numbers) * weights
+        weighted: Tensor = _outputs(experts, QuantizedMatrices.each, inputs, numbers) * weights
         return weighted.unflatten(0, (-1, chosen)).sum(dim=1).to(hidden_states.dtype)
     output = torch.zeros_like(hidden_states, dtype=torch.float32)
     counts = numbers.bincount(minlength=experts.num_experts).tolist()
@@ -180,7 +185,7 @@ def _outputs(
         inputs: `[rows, hidden_size]`.
         numbers: of the experts, `[rows]`, or of one.
     """
-    up, down = _MATRICES[experts.has_gate]
+    up, down = _matrix_names(experts)
 
     def product(name: str, inputs: Tensor) -> Tensor:
         output = multiply(getattr(experts, name), inputs, numbers)
@@ -194,22 +199,20 @@ def _outputs(
 ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, compute_experts)
 
 
-class ExpertsConfig(BitsAndBytesConfig):  # type: ignore[misc]
+class ExpertsConfig(BitsAndBytesConfig):
     """How transformers is to quantise linear layers and experts to NF4 as a checkpoint loads."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Takes the dtype that products are computed in."""
-        super().__init__(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=NF4,
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
-        self.quant_method = WITH_EXPERTS  # by which transformers finds the class below
+        options = {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+        initialize: Any = super().__init__  # which has no types
+        initialize(load_in_4bit=True, bnb_4bit_quant_type=NF4, **options)
+        method: Any = WITH_EXPERTS  # by which transformers finds the class below
+        self.quant_method = method
 
 
 @register_quantizer(WITH_EXPERTS)
-class _ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
+class _ExpertsQuantizer(Bnb4BitHfQuantizer):
     """Quantises linear layers as transformers does, and experts, a tensor at a time.
 
     Attributes:
@@ -230,8 +233,7 @@ class _ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         if param_name in self.misshapen:
             return False
         module, name = get_module_from_name(model, param_name)
-        matrices = _MATRICES.get(getattr(module, "has_gate", None), ())
-        return name in matrices and should_convert_module(
+        return name in _matrix_names(module) and should_convert_module(
             param_name.rpartition(".")[0], self.modules_to_not_convert
         )
 
@@ -240,36 +242,31 @@ class _ExpertsQuantizer(Bnb4BitHfQuantizer):  # type: ignore[misc]
         return [*Bnb4BitHfQuantizer.get_modules_to_not_convert(*arguments, **options), *GATES]
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Quantize(self, super().get_quantize_ops())
+        linear: Any = super().get_quantize_ops  # which has no types
+        return _Quantize(self, linear())
 
-    def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, device_map: Any, **kwargs: Any
-    ) -> None:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if (reason := unknown_experts(model)) is not None:
             raise ValueError(reason)
-        super()._process_model_before_weight_loading(model, device_map, **kwargs)
+        super()._process_model_before_weight_loading(model, **kwargs)
         if any(map(fused_experts, model.modules())):
             model.set_experts_implementation(_IMPLEMENTATION)
 
 
-class _Quantize(ConversionOps):  # type: ignore[misc]
+class _Quantize(ConversionOps):
     """Quantises a tensor of a checkpoint, that of experts to a module in the place of its parameter."""
 
     def __init__(self, quantizer: _ExpertsQuantizer, linear: ConversionOps) -> None:
         self._quantizer, self._linear = quantizer, linear
 
-    def convert(
-        self, input_dict: dict[str, Any], *, model: PreTrainedModel, missing_keys: set[str], **kwargs: Any
-    ) -> dict[str, Tensor]:
-        result: dict[str, Tensor] = {}
+    def convert(self, input_dict: dict[str, Any], *arguments: Any, **options: Any) -> dict[str, Any]:
+        result, model = dict[str, Any](), options["model"]
         for path, given in input_dict.items():
             if not self._quantizer.of_experts(model, path):
-                others = kwargs | {"model": model, "missing_keys": missing_keys}
-                result |= self._linear.convert({path: given}, **others)
+                result |= self._linear.convert({path: given}, *arguments, **options)
                 continue
-            (experts, name), weights = get_module_from_name(model, path), given
-            if isinstance(weights, list):
-                (weights,) = weights
+            experts, name = get_module_from_name(model, path)
+            weights: Tensor = given[0] if isinstance(given, list) else given
             expected = getattr(experts, name)
             if weights.shape != expected.shape:  # which transformers reports
                 self._quantizer.misshapen.add(path)
@@ -278,5 +275,5 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
             delattr(experts, name)
             setattr(experts, name, QuantizedMatrices(weights.to(expected.dtype), experts.is_transposed))
             experts._is_hf_initialized = True  # its weights have been read
-            missing_keys.discard(path)
+            options["missing_keys"].discard(path)
         return result

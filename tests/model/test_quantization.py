@@ -444,10 +444,12 @@ def test_bytes_of_a_shape_are_arithmetic() -> None:
     assert shape.mlp_bytes == pytest.approx(3 * 5120 * 25600 * bits / 8, abs=1)
     assert shape.token_bytes == find_shape("qwen3-32b", None).token_bytes == 64 * 2 * 8 * 128 * 2
     assert find_shape("qwen3-32b", None, quantize="int8").mlp_bytes == 3 * 5120 * 25600
-    # Experts are no linear layers: what is packed is attention, 2% of it.
+    # nf4 packs experts, too; int8 attention and the router, 2% of the weights.
     experts = find_shape("qwen3-30b-a3b", ElementType.BFLOAT16)
-    saved = experts.weight_bytes - find_shape("qwen3-30b-a3b", None, quantize="nf4").weight_bytes
-    assert saved == pytest.approx(48 * (2 * 2048 * 128 * 36 + 2048 * 128) * (2 - bits / 8), rel=1e-3)
+    linear, fused = 48 * (2 * 2048 * 128 * 36 + 2048 * 128), 48 * 128 * 3 * 768 * 2048
+    for quantize, packed, size in (("nf4", linear + fused, bits / 8), ("int8", linear, 1)):
+        saved = experts.weight_bytes - find_shape("qwen3-30b-a3b", None, quantize=quantize).weight_bytes
+        assert saved == pytest.approx(packed * (2 - size), rel=1e-3)
 
 
 @pytest.mark.parametrize(

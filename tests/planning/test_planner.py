@@ -472,12 +472,13 @@ def test_a_refusal_says_how_far_other_flags_reach() -> None:
 
 def test_experts_that_stay_as_they_are_are_named() -> None:
     asked = request({}, "plain", context=8192, hardware=named_hardware("rtx3090"), draft=None)
-    experts = find_shape("qwen3-30b-a3b", None, quantize="nf4")
+    experts = find_shape("qwen3-30b-a3b", None, quantize="int8")
     said = str(plan(replace(asked, target=experts)).refusal)
-    assert "nf4 leaves the experts in bfloat16, 54.0 GiB: this needs a GPU of 57 GiB" in said
-    assert "--quantize" not in said
-    # Unquantised, nothing is advised that does not help.
-    assert "--quantize" not in str(plan(replace(asked, target=find_shape("qwen3-30b-a3b", None))).refusal)
+    assert "int8 leaves the experts in bfloat16, 54.0 GiB: this needs a GPU of 58 GiB" in said
+    assert "GiB, or --quantize nf4, which quantizes experts too" in said
+    refused = plan(replace(asked, target=find_shape("qwen3-30b-a3b", None)))
+    assert "what fits: --quantize nf4" in str(refused.refusal)
+    assert plan(replace(asked, target=find_shape("qwen3-30b-a3b", None, quantize="nf4"))).fits
 
 
 def test_what_is_quantized_is_not_advised_to_be() -> None:
