@@ -14,7 +14,11 @@ from offload_rt.config.settings import NO_QUANTIZATION
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.layer_kinds import layer_kinds
 from offload_rt.model.quantization import WITH_EXPERTS
-from offload_rt.model.quantized_checkpoints import quantized_weights, stated_quantization
+from offload_rt.model.quantized_checkpoints import (
+    NUMBERS_OF_EXPERTS,
+    quantized_weights,
+    stated_quantization,
+)
 from offload_rt.model.quantized_experts import unknown_experts
 from offload_rt.model.recurrence import recurrence_of
 from offload_rt.model.shape import DUAL_CHUNK, ModelShape
@@ -22,9 +26,8 @@ from offload_rt.model.supported import refuse_unsupported
 
 _MLP_WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim")
 """Names of the width inside an MLP in a config."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
-"""Names of the numbers of experts of a layer in a config, and of those that a token goes through."""
+"""Names of the number of experts that a token goes through in a config."""
 
 
 def from_config(
@@ -62,7 +65,7 @@ def _numbers_of_experts(experts: Sequence[Any], text: PretrainedConfig) -> dict[
     does not say how many it chooses."""
     if not experts:
         return {}
-    named = (getattr(experts[0], "num_experts", None), *(getattr(text, name, None) for name in _EXPERTS))
+    named = (getattr(experts[0], "num_experts", None), *(getattr(text, name, None) for name in NUMBERS_OF_EXPERTS))
     number = next((value for value in named if type(value) is int), 1)
     chosen = next((value for name in _CHOSEN if type(value := getattr(text, name, None)) is int), number)
     return {"experts": number, "chosen_experts": min(chosen, number), "expert_layers": len(experts)}

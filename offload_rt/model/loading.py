@@ -31,10 +31,12 @@ from offload_rt.model.generation import load_generation_config
 from offload_rt.model.host_embedding import move_to_host
 from offload_rt.model.hub import located
 from offload_rt.model.processor_template import processor_template
+from offload_rt.model.quantization import Quantization
 from offload_rt.model.quantized_checkpoints import (
     cast_others,
     installed_quantization,
     load_options,
+    packed_experts,
     stated_quantization,
 )
 from offload_rt.model.quantized_weights import check_sizes, move_scales, stored_bytes
@@ -137,7 +139,7 @@ def load_model(
         source, config, dtype, options, partial(on_progress, phase) if on_progress else None
     )
     model.generation_config = load_generation_config(located(source), config)
-    _check_report(name, report, expanded=quantization is not None and quantization.bits is None)
+    _check_report(name, report, quantization)
     check_sizes(model, name)
     if quantization is not None:
         cast_others(quantization, model, dtype)
@@ -275,16 +277,19 @@ def quiet_transformers(progress: _LoadingProgress | None = None) -> Iterator[Non
             transformers_logging.enable_progress_bar()
 
 
-def _check_report(name: str, report: Mapping[str, Any], expanded: bool) -> None:
+def _check_report(name: str, report: Mapping[str, Any], quantization: Quantization | None) -> None:
     """Refuses a model whose files hold weights that its config does not describe.
 
     Args:
-        expanded: quantised weights were expanded as they were read.
+        quantization: of the checkpoint, or as it was read.
     """
+    expanded = quantization is not None and quantization.bits is None
     differ = f"model {name}: its config.json does not describe its weights"
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
         weight, shape, described = mismatched[0]
+        if quantization is not None and quantization.method == "bitsandbytes" and ".experts." in weight:
+            raise UsageError(f"model {name}: {packed_experts(quantization.name)}")
         raise UsageError(
             f"{differ}: {weight} is {list(shape)} in the files and {list(described)} by the config; "
             "download both again"

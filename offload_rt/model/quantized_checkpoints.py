@@ -35,6 +35,10 @@ from offload_rt.model.quantized_experts import ExpertsConfig, fused_experts
 from offload_rt.model.quantized_weights import quiet_bitsandbytes
 
 
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts of a layer in a config."""
+
+
 def stated_quantization(
     config: PretrainedConfig, name: str, quantize: str = NO_QUANTIZATION
 ) -> Quantization | None:
@@ -55,6 +59,8 @@ def stated_quantization(
             f"model {name}: its weights are quantized already ({method}); leave --quantize out, or give"
             " a checkpoint in bfloat16 or float16"
         )
+    if method in ("gptq", "awq") and _mixture(config):
+        raise UsageError(f"model {name}: {packed_experts(method)}")
     reader = _READERS.get(method)
     if reader is None:
         raise UsageError(
@@ -148,6 +154,21 @@ def cast_others(quantization: Quantization, model: PreTrainedModel, dtype: torch
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in path for part in float32_modules):
             parameter.data = parameter.data.to(target_dtype)
+
+
+def packed_experts(method: str) -> str:
+    """Returns why a checkpoint whose experts are packed cannot be loaded, and what can be."""
+    return (
+        f"its experts are packed ({method}) one by one, and transformers multiplies with experts in one tensor;"
+        f" give its checkpoint in bfloat16 or float16 with --quantize {NF4}"
+    )
+
+
+def _mixture(config: PretrainedConfig) -> bool:
+    """Returns whether a config names experts."""
+    text = config.get_text_config()
+    numbers = [getattr(text, name, None) for name in NUMBERS_OF_EXPERTS]
+    return any(type(number) is int and number > 1 for number in numbers)
 
 
 def _stated(config: PretrainedConfig) -> dict[str, Any] | None:

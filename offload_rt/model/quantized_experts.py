@@ -161,7 +161,7 @@ def compute_experts(
     if len(numbers) <= MOST_PAIRS:
         inputs = hidden_states.repeat_interleave(chosen, dim=0)
         weighted: Tensor = _outputs(experts, QuantizedMatrices.each, inputs, numbers) * weights
-        return weighted.unflatten(0, (-1, chosen)).sum(dim=1).to(hidden_states.dtype)
+        return weighted.view(-1, chosen, weighted.shape[-1]).sum(dim=1).to(hidden_states.dtype)
     output = torch.zeros_like(hidden_states, dtype=torch.float32)
     counts = numbers.bincount(minlength=experts.num_experts).tolist()
     for expert, pairs in enumerate(numbers.argsort().split(counts)):
@@ -245,10 +245,12 @@ class _ExpertsQuantizer(Bnb4BitHfQuantizer):
         linear: Any = super().get_quantize_ops  # which has no types
         return _Quantize(self, linear())
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(  # type: ignore[override]  # as in the class above it
+        self, model: PreTrainedModel, device_map: Any, **kwargs: Any
+    ) -> None:
         if (reason := unknown_experts(model)) is not None:
             raise ValueError(reason)
-        super()._process_model_before_weight_loading(model, **kwargs)
+        super()._process_model_before_weight_loading(model, device_map, **kwargs)
         if any(map(fused_experts, model.modules())):
             model.set_experts_implementation(_IMPLEMENTATION)
 

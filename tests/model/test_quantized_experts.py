@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from support.plan_cases import request
+from support.rounded_checkpoints import COMPRESSED, Rounding, fp8, int4, write_rounded
 from support.tiny_models import MIXTURES, byte_ids, mixture, noisy_copy, transformers_greedy
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,6 +26,10 @@ from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.quantization import MOST_PAIRS
 from offload_rt.model.quantized_experts import QuantizedMatrices
 from offload_rt.model.quantized_weights import stored_bytes
+from offload_rt.planning.assumptions import machine
+from offload_rt.planning.cost_model import LAYER_KERNELS, CostModel
+from offload_rt.planning.planner import plan
+from offload_rt.system.hardware import named_hardware
 
 CPU = torch.device("cpu")
 PROMPT, PARAMS = byte_ids(150), SamplingParams(max_tokens=30)
@@ -195,3 +202,105 @@ def test_a_checkpoint_of_other_sizes_is_refused(folders: dict[str, Path], tmp_pa
     (tmp_path / "config.json").write_bytes((folders["qwen3-moe"] / "config.json").read_bytes())
     with pytest.raises(UsageError, match=r"down_proj is \[8, 64, 32\] in the files and \[8, 64, 64\]"):
         loaded({"smaller": tmp_path}, "smaller")
+
+
+# ------------------------------------------------------------------------------- packed checkpoints
+
+FP8: dict[str, object] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(("rounding", "stated", "error"), [(int4, COMPRESSED, 0.15), (fp8, FP8, 0.04)])
+def test_packed_experts_that_are_expanded(
+    folders: dict[str, Path], tmp_path: Path, rounding: Rounding, stated: dict[str, object], error: float
+) -> None:
+    write_rounded(folders["qwen3-moe"], tmp_path / "packed", rounding, stated)
+    with LLM(tmp_path / "packed", config="lookup", device="cpu", dtype="float32") as llm:
+        result, module = llm.generate(PROMPT, PARAMS), llm.engine.target.module
+    assert result.tokens == transformers_greedy(module, PROMPT, len(result.tokens))
+    assert any("weights are expanded to the model's dtype as they load" in one for one in result.notices)
+    for path, weight in mixture("qwen3-moe").named_parameters():
+        if ".experts." in path:
+            difference = module.get_parameter(path) - weight
+            assert 0.01 < difference.norm() / weight.norm() < error
+
+
+def bitsandbytes_4bit(weight: Tensor) -> dict[str, Tensor]:
+    packed, state = quantize_4bit(weight, quant_type="nf4")
+    return {"weight": packed} | {f"weight.{key}": part for key, part in state.as_dict(packed=True).items()}
+
+
+def gptq(weight: Tensor) -> dict[str, Tensor]:
+    rows, columns = weight.shape
+    return {
+        "qweight": torch.zeros(columns // 8, rows, dtype=torch.int32),
+        "qzeros": torch.zeros(1, rows // 8, dtype=torch.int32),
+        "scales": torch.ones(1, rows, dtype=torch.float16),
+    }
+
+
+@pytest.mark.parametrize(
+    ("rounding", "stated", "method"),
+    [
+        (bitsandbytes_4bit, {"quant_method": "bitsandbytes", "load_in_4bit": True}, "fp4"),
+        (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 64}, "gptq"),
+        (gptq, {"quant_method": "awq", "bits": 4, "group_size": 64}, "awq"),
+    ],
+)
+def test_packed_experts_that_are_refused(
+    folders: dict[str, Path], tmp_path: Path, rounding: Rounding, stated: dict[str, object], method: str
+) -> None:
+    write_rounded(folders["qwen3-moe"], tmp_path / "packed", rounding, stated)
+    said = rf"packed: its experts are packed \({method}\) one by one, .* in bfloat16 .* with --quantize nf4$"
+    with pytest.raises(UsageError, match=said):
+        load_model(tmp_path / "packed", CPU, None)
+
+
+# ----------------------------------------------------------------------------------------- planning
+
+
+def test_experts_of_a_pass() -> None:
+    """By arithmetic: 8 of 128 experts for one row, and for two each has a chance of (15/16)^2 to be left out."""
+    shape = find_shape("qwen3-30b-a3b", None)
+    one = 3 * 768 * 2048
+    assert [shape.distinct_experts(rows) for rows in (1, 2)] == pytest.approx([8, 128 * (1 - (15 / 16) ** 2)])
+    assert 127.9 < shape.distinct_experts(200) < 128
+    assert shape.active_parameters == shape.step_parameters - 48 * 120 * one
+    assert shape.expert_bytes == 2 * one
+    packed = find_shape("qwen3-30b-a3b", None, quantize="nf4")
+    bits = 4 + (8 + 32 / 256) / 64
+    assert packed.expert_bytes == pytest.approx(one * bits / 8)
+    assert packed.quantized == packed.quantized_linear + 48 * 128 * one
+    assert find_shape("qwen3-30b-a3b", None, quantize="int8").expert_bytes == 2 * one
+    assert find_shape("llama2-7b", None).distinct_experts(9) == 0
+
+
+def test_times_of_experts() -> None:
+    """On a GPU that reads 1,000 GB/s, with rows too few to be bound by products."""
+    whole, packed = (find_shape("qwen3-30b-a3b", None, quantize=name) for name in ("none", "nf4"))
+    others = whole.step_parameters - whole.all_experts
+    for shape in (whole, packed):
+        costs = CostModel(request(config="plain", target=shape))
+        linear = shape.quantized_linear
+        rest = (others - linear) * 2 + (shape.quantization.nbytes(linear) if shape.quantization else 0)
+        for rows in (1, 4):
+            experts = 3 * 8 * rows if shape is packed else shape.distinct_experts(rows)
+            read = rest + 48 * experts * shape.expert_bytes
+            assert costs.dense(rows).busy_ms == pytest.approx(read / 1e9, rel=1e-3)
+    launches = [CostModel(request(config="plain", target=shape)).dense(4).launch_ms for shape in (whole, packed)]
+    assert launches[1] / launches[0] == pytest.approx(1 + 2 * 4 * 8 / LAYER_KERNELS)
+    # For more than MOST_PAIRS pairs each expert is expanded, and the step from one way to the other is small.
+    costs = CostModel(request(config="plain", target=packed))
+    few, many = (costs.dense(rows).busy_ms for rows in (MOST_PAIRS // 8, MOST_PAIRS // 8 + 1))
+    assert 0.5 < many / few < 3
+    said = "\n".join(machine(costs.request))
+    assert "goes through 8 of 128 in a layer, and a pass of several tokens through 8 for 1, 52 for 8" in said
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b-2507", "qwen3.5-35b-a3b"])
+@pytest.mark.parametrize("context", [131_072, 262_144])
+def test_mixtures_fit_a_card_of_24_gb(name: str, context: int) -> None:
+    target = find_shape(name, None, quantize="nf4")
+    asked = request({}, "retrieval", context - 256, hardware=named_hardware("rtx4090"), draft=None, target=target)
+    planned = plan(asked)
+    assert planned.fits and planned.gpus[0]["experts"] > 0
+    assert not plan(replace(asked, target=find_shape(name, None))).fits
