@@ -65,7 +65,10 @@ def _numbers_of_experts(experts: Sequence[Any], text: PretrainedConfig) -> dict[
     does not say how many it chooses."""
     if not experts:
         return {}
-    named = (getattr(experts[0], "num_experts", None), *(getattr(text, name, None) for name in NUMBERS_OF_EXPERTS))
+    named = (
+        getattr(experts[0], "num_experts", None),
+        *(getattr(text, name, None) for name in NUMBERS_OF_EXPERTS),
+    )
     number = next((value for value in named if type(value) is int), 1)
     chosen = next((value for name in _CHOSEN if type(value := getattr(text, name, None)) is int), number)
     return {"experts": number, "chosen_experts": min(chosen, number), "expert_layers": len(experts)}

@@ -34,7 +34,6 @@ from offload_rt.model.quantization import (
 from offload_rt.model.quantized_experts import ExpertsConfig, fused_experts
 from offload_rt.model.quantized_weights import quiet_bitsandbytes
 
-
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts of a layer in a config."""
 
@@ -159,8 +158,8 @@ def cast_others(quantization: Quantization, model: PreTrainedModel, dtype: torch
 def packed_experts(method: str) -> str:
     """Returns why a checkpoint whose experts are packed cannot be loaded, and what can be."""
     return (
-        f"its experts are packed ({method}) one by one, and transformers multiplies with experts in one tensor;"
-        f" give its checkpoint in bfloat16 or float16 with --quantize {NF4}"
+        f"its experts are packed ({method}) one by one, and transformers multiplies with experts in one"
+        f" tensor; give its checkpoint in bfloat16 or float16 with --quantize {NF4}"
     )
 
 

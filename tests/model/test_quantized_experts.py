@@ -259,7 +259,7 @@ def test_packed_experts_that_are_refused(
 
 
 def test_experts_of_a_pass() -> None:
-    """By arithmetic: 8 of 128 experts for one row, and for two each has a chance of (15/16)^2 to be left out."""
+    """By arithmetic: 8 of 128 experts for one row; two rows leave each one out with a chance of (15/16)^2."""
     shape = find_shape("qwen3-30b-a3b", None)
     one = 3 * 768 * 2048
     assert [shape.distinct_experts(rows) for rows in (1, 2)] == pytest.approx([8, 128 * (1 - (15 / 16) ** 2)])
@@ -276,20 +276,23 @@ def test_experts_of_a_pass() -> None:
 
 def test_times_of_experts() -> None:
     """On a GPU that reads 1,000 GB/s, with rows too few to be bound by products."""
-    whole, packed = (find_shape("qwen3-30b-a3b", None, quantize=name) for name in ("none", "nf4"))
+    whole, packed = (find_shape("qwen3-30b-a3b-2507", None, quantize=name) for name in ("none", "nf4"))
     others = whole.step_parameters - whole.all_experts
     for shape in (whole, packed):
-        costs = CostModel(request(config="plain", target=shape))
+        costs = CostModel(request(config="plain", target=shape, draft=None))
         linear = shape.quantized_linear
         rest = (others - linear) * 2 + (shape.quantization.nbytes(linear) if shape.quantization else 0)
         for rows in (1, 4):
             experts = 3 * 8 * rows if shape is packed else shape.distinct_experts(rows)
             read = rest + 48 * experts * shape.expert_bytes
             assert costs.dense(rows).busy_ms == pytest.approx(read / 1e9, rel=1e-3)
-    launches = [CostModel(request(config="plain", target=shape)).dense(4).launch_ms for shape in (whole, packed)]
+    launches = [
+        CostModel(request(config="plain", target=shape, draft=None)).dense(4).launch_ms
+        for shape in (whole, packed)
+    ]
     assert launches[1] / launches[0] == pytest.approx(1 + 2 * 4 * 8 / LAYER_KERNELS)
     # For more than MOST_PAIRS pairs each expert is expanded, and the step from one way to the other is small.
-    costs = CostModel(request(config="plain", target=packed))
+    costs = CostModel(request(config="plain", target=packed, draft=None))
     few, many = (costs.dense(rows).busy_ms for rows in (MOST_PAIRS // 8, MOST_PAIRS // 8 + 1))
     assert 0.5 < many / few < 3
     said = "\n".join(machine(costs.request))
@@ -300,7 +303,9 @@ def test_times_of_experts() -> None:
 @pytest.mark.parametrize("context", [131_072, 262_144])
 def test_mixtures_fit_a_card_of_24_gb(name: str, context: int) -> None:
     target = find_shape(name, None, quantize="nf4")
-    asked = request({}, "retrieval", context - 256, hardware=named_hardware("rtx4090"), draft=None, target=target)
+    asked = request(
+        {}, "retrieval", context - 256, hardware=named_hardware("rtx4090"), draft=None, target=target
+    )
     planned = plan(asked)
     assert planned.fits and planned.gpus[0]["experts"] > 0
     assert not plan(replace(asked, target=find_shape(name, None))).fits
