@@ -24,9 +24,11 @@ WITH_EXPERTS = "bitsandbytes-experts"
 """Method of weights that bitsandbytes quantises as they load, those of experts included."""
 GATES = ("shared_expert_gate",)
 """Linear layers with one output, which are left alone as routers are."""
-MOST_PAIRS = 128
+MOST_PAIRS = 512
 """Most pairs of a token and an expert in a pass whose products read the expert's weights in 4 bits, pair by
-pair. For more pairs, the weights of each expert are expanded once."""
+pair: 64 tokens that choose 8 experts each. For more pairs, the weights of each expert are expanded once."""
+GATHERED_PAIRS = 64
+"""Pairs whose weights are gathered at a time."""
 _PACKAGES = {
     WITH_EXPERTS: (("bitsandbytes", "accelerate"), "quantized"),
     "bitsandbytes": (("bitsandbytes", "accelerate"), "quantized"),

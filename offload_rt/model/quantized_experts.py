@@ -19,7 +19,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 
-from offload_rt.model.quantization import GATES, MOST_PAIRS, NF4, WITH_EXPERTS
+from offload_rt.model.quantization import GATES, GATHERED_PAIRS, MOST_PAIRS, NF4, WITH_EXPERTS
 
 _IMPLEMENTATION = "offload_rt-4bit"
 """Name of the products below among transformers' implementations of experts."""
@@ -75,8 +75,8 @@ class QuantizedMatrices(nn.Module):
     def each(self, inputs: Tensor, experts: Tensor) -> Tensor:
         """Returns the products `[pairs, out]` of inputs with the matrices of experts, pair by pair.
 
-        No product sees another one's input. The host does not wait for the device: the weights of all pairs
-        are gathered on it.
+        No product sees another one's input. The host does not wait for the device: the weights of
+        `GATHERED_PAIRS` pairs at a time are gathered there.
 
         Args:
             inputs: `[pairs, in]`.
@@ -84,14 +84,13 @@ class QuantizedMatrices(nn.Module):
         """
         from bitsandbytes import matmul_4bit
 
-        parts = (self.packed, self.scales, self.scale_scales, self.scale_offsets)
-        rows = zip(inputs.split(1), *(part[experts] for part in parts), strict=True)
-        return torch.cat(
-            [
-                matmul_4bit(row, packed.view(-1, 1), self._state(inputs.dtype, *scales))
-                for row, packed, *scales in rows
-            ]
-        )
+        parts, products = (self.packed, self.scales, self.scale_scales, self.scale_offsets), list[Tensor]()
+        for rows, chosen in zip(inputs.split(GATHERED_PAIRS), experts.split(GATHERED_PAIRS), strict=True):
+            gathered = (part[chosen] for part in parts)
+            for row, packed, *scales in zip(rows.split(1), *gathered, strict=True):
+                state = self._state(inputs.dtype, *scales)
+                products.append(matmul_4bit(row, packed.view(-1, 1), state))
+        return torch.cat(products)
 
     def expanded(self, inputs: Tensor, expert: int) -> Tensor:
         """Returns the products `[rows, out]` of inputs `[rows, in]` with the expanded matrix of an expert."""

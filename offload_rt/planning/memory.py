@@ -11,7 +11,7 @@ from cpu_kv.sizes import PROMPT_WRITES, READ_TOKENS, page_locked_bytes
 from offload_rt.caches.sizes import MOST_POINTS, PORTION_BYTES, GpuTier, tail_bytes
 from offload_rt.drafting.levels.base import Memory, kept_means, local_memory
 from offload_rt.kernels.sizes import PASS_ROWS
-from offload_rt.model.quantization import MOST_PAIRS
+from offload_rt.model.quantization import GATHERED_PAIRS
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import GIB, Gpu
@@ -198,7 +198,7 @@ class MemoryBudget:
         if not request.in_place and target.paged_layers:
             memory["prefill"] += request.context * target.layer_token_bytes
         if target.gathers_experts:
-            memory["experts"] = ceil(min(MOST_PAIRS, rows * target.chosen_experts) * target.expert_bytes)
+            memory["experts"] = ceil(min(GATHERED_PAIRS, rows * target.chosen_experts) * target.expert_bytes)
         padded = 0 if request.in_place or not target.dense else -rows % PASS_ROWS
         padding = padded * target.vocabulary * target.dtype.itemsize
         return memory | {"logits": verdict_bytes(rows, target) + padding}

@@ -32,7 +32,7 @@ from offload_rt.planning.planner import plan
 from offload_rt.system.hardware import named_hardware
 
 CPU = torch.device("cpu")
-PROMPT, PARAMS = byte_ids(150), SamplingParams(max_tokens=30)
+PROMPT, PARAMS = byte_ids(300), SamplingParams(max_tokens=30)
 SIZES: dict[str, object] = {
     "streaming.sinks": 4,
     "streaming.window": 60,
