@@ -253,8 +253,14 @@ def local_model(arch: str, *, seed: int = 0, vocabulary: int = VOCABULARY, **con
 def mixture(
     arch: str = "qwen3-moe", *, seed: int = 0, vocabulary: int = VOCABULARY, **config: Any
 ) -> PreTrainedModel:
-    """A float32 model of `MIXTURES[arch]`."""
-    return _small_model(*MIXTURES[arch], seed, vocabulary, config)
+    """A float32 model of `MIXTURES[arch]`; biases of experts, where there are any, are random, too."""
+    model = _small_model(*MIXTURES[arch], seed, vocabulary, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name and name.endswith("_bias"):
+                parameter.normal_(std=0.2, generator=generator)
+    return model
 
 
 def _small_model(
