@@ -31,6 +31,8 @@ from offload_rt.caches.sizes import LONGEST_HEAD_WINDOW
 from offload_rt.kernels.dense import LayerWeights, NativeLayer, NativeProduct, RmsNorm, supports
 from offload_rt.system.digests import digest
 
+IMPOSSIBLE = -1e4
+"""Logit of a token that a head cannot predict. Not -inf, as a grammar may allow only such tokens."""
 Attend = Callable[[int, Tensor, Tensor, Tensor, Softmax], Tensor]
 """Attention of a layer, as `Cache.attend`."""
 
@@ -88,7 +90,7 @@ class DraftHead(nn.Module, ABC):
     def logits(self, states: Tensor) -> Tensor:
         """Returns logits over the target's vocabulary, `[tokens, vocabulary]`, of states after tokens.
 
-        A token that the head cannot predict has -inf.
+        A token that the head cannot predict has `IMPOSSIBLE`.
         """
 
     @property
@@ -219,7 +221,7 @@ class Eagle3Head(DraftHead):
         logits: Tensor = self.lm_head(self.norm(states)) if native is None else native(states.contiguous())
         if self._drafted is None:
             return logits
-        everything = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
+        everything = logits.new_full((*logits.shape[:-1], self.vocabulary), IMPOSSIBLE)
         return everything.index_copy_(-1, self._drafted, logits)
 
 

@@ -530,7 +530,8 @@ def test_training_unrolls_what_drafting_computes(target: PreTrainedModel) -> Non
     runner.restore()
 
 
-def test_training_teaches(target: PreTrainedModel) -> None:
+def test_training_teaches(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_head, "LENGTH", 160)
     torch.manual_seed(0)
     model = CausalModel(target, "tiny")
     target.requires_grad_(False)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from offload_rt.model.draft_head import IMPOSSIBLE
+
 HEADS, KV_HEADS, DIM = 4, 2, 8
 EPSILON, THETA = 1e-5, 10_000.0
 
@@ -52,7 +54,7 @@ class ReferenceHead:
         own = self._normed("norm", states) @ self._weights["lm_head.weight"].T
         if self._d2t is None:
             return own
-        everything = torch.full((len(own), self._vocabulary), -torch.inf, dtype=own.dtype)
+        everything = torch.full((len(own), self._vocabulary), IMPOSSIBLE, dtype=own.dtype)
         for at, offset in enumerate(self._d2t.tolist()):
             everything[:, at + offset] = own[:, at]
         return everything

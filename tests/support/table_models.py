@@ -31,7 +31,7 @@ from offload_rt.drafting.head_drafter import HeadDrafter
 from offload_rt.drafting.head_model import HeadModel
 from offload_rt.drafting.model_drafter import ModelDrafter, SmallModelDrafter
 from offload_rt.drafting.verifier import Sampling, Verifier
-from offload_rt.model.draft_head import Eagle3Head
+from offload_rt.model.draft_head import IMPOSSIBLE, Eagle3Head
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import PassInput, PassOutput
 from offload_rt.system.second_device import SecondDevice
@@ -232,7 +232,8 @@ class SparseHead(Eagle3Head):
 
     def logits(self, states: Tensor) -> Tensor:
         logits = super().logits(states)
-        return logits.masked_fill(logits < logits.topk(self.support).values[:, -1:], -torch.inf)
+        least = logits.topk(self.support).values[:, -1:]
+        return logits.where(logits >= least, logits + IMPOSSIBLE)
 
 
 def random_head(seed: int, support: int = VOCABULARY - 1) -> SparseHead:
