@@ -75,7 +75,7 @@ def test_a_head_computes_what_transformers_does(folders: dict[str, Path], arch: 
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["qwen3.5", "qwen3-next"])
 def test_greedy_tokens_are_those_of_transformers(folders: dict[str, Path], arch: str, link: str) -> None:
     model = load_model(folders[arch], CPU, torch.float32)
     expected = transformers_greedy(model, PROMPT, 40)
