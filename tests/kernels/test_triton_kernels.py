@@ -43,22 +43,28 @@ WIDE = settings(derandomize=True, deadline=None, max_examples=25)
 DTYPES = st.sampled_from([torch.float16, torch.float32, torch.bfloat16])
 
 
-def multiply_bfloat16() -> None:
-    """Lets the interpreter multiply bfloat16, whose bits it takes for whole numbers otherwise."""
-    builder: Any = interpreter.InterpreterBuilder
-    create_dot = builder.create_dot
+def multiply_in_float64() -> None:
+    """Lets the interpreter sum a product as precisely as tensor cores do, whichever row of a tile it is in.
+
+    Otherwise the order is that of numpy's library for this processor, and bfloat16 is taken for whole
+    numbers.
+    """
 
     def wide(handle: Any) -> Any:
-        if handle.dtype.scalar != triton.language.bfloat16:
-            return handle
-        bits = handle.data.astype("uint32") << 16
-        return interpreter.TensorHandle(bits.view("float32"), triton.language.float32)
+        data = handle.data
+        if handle.dtype.scalar == triton.language.bfloat16:
+            data = (data.astype("uint32") << 16).view("float32")
+        return data.astype("float64")
 
-    builder.create_dot = lambda self, a, b, *given: create_dot(self, wide(a), wide(b), *given)
+    def create_dot(_: Any, one: Any, other: Any, sums: Any, *given: object) -> Any:
+        product = (wide(one) @ wide(other)).astype(sums.data.dtype)
+        return interpreter.TensorHandle(product + sums.data, sums.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 if not ON_GPU:
-    multiply_bfloat16()
+    multiply_in_float64()
 
 
 def close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from support.plan_cases import request
 from support.rounded_checkpoints import COMPRESSED, Rounding, fp8, int4, write_rounded
 from support.tiny_models import MIXTURES, byte_ids, mixture, noisy_copy, transformers_greedy
@@ -55,6 +54,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
+def functional() -> Any:
+    """Returns bitsandbytes' functions; not imported at the top, as an emulated GPU has not what it asks for."""
+    import bitsandbytes
+
+    return bitsandbytes.functional
+
+
 def expanded(model: PreTrainedModel, whole: PreTrainedModel) -> PreTrainedModel:
     """Returns `whole` in float64 with the weights of a quantised model, expanded."""
     reference = copy.deepcopy(whole).double()
@@ -65,7 +71,7 @@ def expanded(model: PreTrainedModel, whole: PreTrainedModel) -> PreTrainedModel:
             transposed = experts_of(reference).is_transposed
             reference.get_parameter(path).data = (matrices.mT if transposed else matrices).double()
         elif (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
-            weight = dequantize_4bit(module.weight.data, state)
+            weight = functional().dequantize_4bit(module.weight.data, state)
             reference.get_parameter(f"{path}.weight").data = weight.double()
     return reference
 
@@ -225,7 +231,7 @@ def test_packed_experts_that_are_expanded(
 
 
 def bitsandbytes_4bit(weight: Tensor) -> dict[str, Tensor]:
-    packed, state = quantize_4bit(weight, quant_type="nf4")
+    packed, state = functional().quantize_4bit(weight, quant_type="nf4")
     return {"weight": packed} | {f"weight.{key}": part for key, part in state.as_dict(packed=True).items()}
 
 

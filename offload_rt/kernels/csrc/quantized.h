@@ -63,10 +63,10 @@ template <typename T, int BITS> struct Quantized {
         ByteVec bytes;
         std::memcpy(&bytes, from, sizeof bytes);
         if constexpr (BITS == 8) {
-            store(to, zero + step * floats(bytes));
+            store(to, add_product(zero, step, floats(bytes)));
         } else {
-            store(to, zero + step * floats(bytes & 15));
-            store(to + width(), high_zero + high_step * floats(bytes >> 4));
+            store(to, add_product(zero, step, floats(bytes & 15)));
+            store(to + width(), add_product(high_zero, high_step, floats(bytes >> 4)));
         }
     }
 

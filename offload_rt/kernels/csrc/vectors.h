@@ -2,7 +2,7 @@
 
 #pragma once
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -69,6 +69,18 @@ static inline void narrow(float x, BFloat16* p) {
 
 static inline Vec splat(float x) { return x - Vec{}; }
 
+// Returns sums + x * y, rounded once where the processor can. The compiler is told to fuse nothing by itself: tuned for
+// some processors, it does so in one loop and not in another, and a sum would depend on the loop that it is taken in.
+static inline Vec add_product(Vec sums, Vec x, Vec y) {
+#if defined(__AVX512F__)
+    return reinterpret<Vec>(_mm512_fmadd_ps(reinterpret<__m512>(x), reinterpret<__m512>(y), reinterpret<__m512>(sums)));
+#elif defined(__AVX2__) && defined(__FMA__)
+    return reinterpret<Vec>(_mm256_fmadd_ps(reinterpret<__m256>(x), reinterpret<__m256>(y), reinterpret<__m256>(sums)));
+#else
+    return sums + x * y;
+#endif
+}
+
 // Returns y in lanes where it is larger, else x, also where one of them is NaN.
 static inline Vec larger(Vec x, Vec y) {
 #if defined(__AVX512F__)
@@ -87,12 +99,12 @@ static inline Vec exp2_nonpositive(Vec x) {
     Vec shifted = x + magic;
     Vec f = x - (shifted - magic);
     Vec p = splat(1.5403530e-4f);
-    p = p * f + splat(1.3333558e-3f);
-    p = p * f + splat(9.6181291e-3f);
-    p = p * f + splat(5.5504109e-2f);
-    p = p * f + splat(2.4022651e-1f);
-    p = p * f + splat(6.9314718e-1f);
-    p = p * f + splat(1.0f);
+    p = add_product(splat(1.3333558e-3f), p, f);
+    p = add_product(splat(9.6181291e-3f), p, f);
+    p = add_product(splat(5.5504109e-2f), p, f);
+    p = add_product(splat(2.4022651e-1f), p, f);
+    p = add_product(splat(6.9314718e-1f), p, f);
+    p = add_product(splat(1.0f), p, f);
     IntVec power = (reinterpret<IntVec>(shifted) << 23) + (127 << 23);
     return p * reinterpret<Vec>(power);
 }
@@ -103,10 +115,10 @@ static inline Vec log2_positive(Vec x) {
     Vec m = reinterpret<Vec>(bits - (exponent << 23));
     Vec s = (m - 1.0f) / (m + 1.0f), square = s * s;  // log(m) is 2 * atanh(s)
     Vec p = splat(0.32059890f);
-    p = p * square + splat(0.41219858f);
-    p = p * square + splat(0.57707802f);
-    p = p * square + splat(0.96179669f);
-    p = p * square + splat(2.88539008f);
+    p = add_product(splat(0.41219858f), p, square);
+    p = add_product(splat(0.57707802f), p, square);
+    p = add_product(splat(0.96179669f), p, square);
+    p = add_product(splat(2.88539008f), p, square);
     return p * s + __builtin_convertvector(exponent, Vec) + (x - x);  // the last term is zero or NaN
 }
 

@@ -52,7 +52,7 @@ template <typename T> class WidenedProducts {
     }
 
     static Row row(const T* p) { return load(p); }
-    static Vec add_product(Vec sums, Row x, Row y) { return sums + x * y; }
+    static Vec add_product(Vec sums, Row x, Row y) { return ::add_product(sums, x, y); }
 
     // Adds weights [count][BLOCK] of `block_tokens` tokens times values to sums [count][dim].
     void sum(const float* weights, const T* values, const T* next, int64_t stride, int block_tokens, int count,
@@ -90,7 +90,7 @@ template <typename T> class WidenedProducts {
             for (int g = 0; g < GROUPS; ++g) k[g] = load(&keys_t_[(d * GROUPS + g) * LANES]);
             for (int r = 0; r < R; ++r) {
                 Vec weight = splat(q[r * dim_ + d]);
-                for (int g = 0; g < GROUPS; ++g) acc[r][g] += weight * k[g];
+                for (int g = 0; g < GROUPS; ++g) acc[r][g] = add_product(acc[r][g], weight, k[g]);
             }
         }
         prefetcher = next;
@@ -118,8 +118,8 @@ template <typename T> class WidenedProducts {
             Vec v[W];
             for (int w = 0; w < W; ++w) v[w] = load(row + w * LANES);
             for (int r = 0; r < R; ++r) {
-                float weight = weights[r * BLOCK + k];
-                for (int w = 0; w < W; ++w) acc[r][w] += weight * v[w];
+                const Vec weight = splat(weights[r * BLOCK + k]);
+                for (int w = 0; w < W; ++w) acc[r][w] = add_product(acc[r][w], weight, v[w]);
             }
         }
         prefetcher = next;
