@@ -531,7 +531,7 @@ def test_training_unrolls_what_drafting_computes(target: PreTrainedModel) -> Non
 
 
 def test_training_teaches(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_head, "LENGTH", 160)
+    monkeypatch.setattr(train_head, "LENGTH", 100)
     torch.manual_seed(0)
     model = CausalModel(target, "tiny")
     target.requires_grad_(False)
@@ -554,6 +554,7 @@ def test_the_script_trains_a_head_for_any_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "set_flush_denormal", lambda on: True)  # it would hold for all tests
+    monkeypatch.setattr(train_head, "LENGTH", 100)
     model, corpus, out = tmp_path / "model", tmp_path / "corpus", tmp_path / "head"
     target.save_pretrained(model)
     byte_tokenizer().save_pretrained(model)

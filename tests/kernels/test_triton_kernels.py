@@ -39,7 +39,7 @@ from offload_rt.kernels.sizes import GROUP  # noqa: E402
 DEVICE = "cuda" if ON_GPU else "cpu"
 ATTEND = (cuda_backends.TorchCudaBackend() if ON_GPU else backends.TorchCpuBackend()).parts
 INF = float("inf")
-WIDE = settings(derandomize=True, deadline=None, max_examples=25)
+WIDE = settings(derandomize=True, deadline=None, max_examples=12)
 DTYPES = st.sampled_from([torch.float16, torch.float32, torch.bfloat16])
 
 
@@ -298,7 +298,7 @@ def test_attention_over_a_tail(
             close(lse[:, rows], scores.logsumexp(-1), dtype)
 
 
-@settings(WIDE, max_examples=40)
+@settings(WIDE, max_examples=14)
 @given(
     data=st.data(),
     dtype=DTYPES,
