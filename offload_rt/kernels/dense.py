@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from cpu_kv.sizes import dtype_name
 from offload_rt.kernels.native import Kernel, load_kernel
+from offload_rt.kernels.planes import PlaneLinear, reads_draft_plane_alone
 
 TILED_BYTES = 2**20
 """Layers and heads of at most so many bytes of weights use vectors even where there are tiles (AMX): it takes
@@ -26,12 +27,19 @@ a few microseconds to wake these."""
 _BYTES_PER_THREAD = 2**18  # of weights: with fewer, waking a thread takes longer than its share
 
 
+class _Planes(ctypes.Structure):
+    """`Planes` of `planes.h`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("codes", "rests", "lows", "starts", "columns", "listed")]
+
+
 class _Matrix(ctypes.Structure):
     """`Matrix` of `products.h`."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         *((name, ctypes.c_int64) for name in ("outs", "ins", "stride")),
+        ("planes", ctypes.POINTER(_Planes)),
     ]
 
 
@@ -56,7 +64,7 @@ class _LayerCall(ctypes.Structure):
 
     _fields_ = [
         ("layer", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("rows", "threads")),
+        *((name, ctypes.c_int64) for name in ("rows", "threads", "draft")),
         *((name, ctypes.c_void_p) for name in ("hidden", "cosines", "sines", "queries", "keys", "values")),
         ("attended", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("head_stride", "row_stride")),
@@ -70,9 +78,12 @@ class _ProductCall(ctypes.Structure):
     _fields_ = [
         ("norm", _Norm),
         ("matrix", _Matrix),
-        *((name, ctypes.c_int64) for name in ("rows", "threads", "input_stride", "tiled")),
+        *((name, ctypes.c_int64) for name in ("rows", "threads", "draft", "input_stride", "tiled")),
         *((name, ctypes.c_void_p) for name in ("input", "result")),
     ]
+
+
+Linear = nn.Linear | PlaneLinear
 
 
 @dataclass(frozen=True)
@@ -94,13 +105,13 @@ class LayerWeights:
     mlp_norm: RmsNorm
     query_norm: RmsNorm | None
     key_norm: RmsNorm | None
-    query: nn.Linear
-    key: nn.Linear
-    value: nn.Linear
-    output: nn.Linear
-    gate: nn.Linear
-    up: nn.Linear
-    down: nn.Linear
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
     head_dim: int
 
 
@@ -148,14 +159,13 @@ class NativeLayer:
 
     def __init__(self, weights: LayerWeights) -> None:
         self._weights = weights  # whose memory the structure points to
-        dtype = weights.query.weight.dtype
-        entries = _entries(dtype)
+        entries = _entries(weights.mlp_norm.weight.dtype)
         assert entries is not None
         self._entries = entries
         norms = (weights.attention_norm, weights.mlp_norm, weights.query_norm, weights.key_norm)
         attention = (weights.query, weights.key, weights.value, weights.output)
         linears = (*attention, weights.gate, weights.up, weights.down)
-        self._bytes = sum(linear.weight.nbytes for linear in linears)
+        self._bytes = sum(map(_weight_bytes, linears))
         tiled = self._bytes > TILED_BYTES
         self._layer = _Layer(*map(_norm, norms), *map(_matrix, linears), weights.head_dim, tiled)
         self._address = ctypes.addressof(self._layer)
@@ -175,7 +185,7 @@ class NativeLayer:
         queries = hidden.new_empty(self._heads, rows, dim)
         keys, values = hidden.new_empty(2, self._kv_heads, rows, dim)
         tensors = (hidden, cosines, sines, queries, keys, values)
-        call = _LayerCall(self._address, rows, self._threads(), *(one.data_ptr() for one in tensors))
+        call = self._call(rows, *(one.data_ptr() for one in tensors))
         self._entries.attention_inputs(ctypes.byref(call))
         return queries, keys, values
 
@@ -189,14 +199,15 @@ class NativeLayer:
         rows = hidden.shape[1]
         attended = attended if attended.stride(2) == 1 else attended.contiguous()
         result = torch.empty_like(hidden)
-        call = _LayerCall(self._address, rows, self._threads(), hidden.data_ptr())
+        call = self._call(rows, hidden.data_ptr())
         call.attended, call.head_stride, call.row_stride = attended.data_ptr(), *attended.stride()[:2]
         call.result = result.data_ptr()
         self._entries.after_attention(ctypes.byref(call))
         return result
 
-    def _threads(self) -> int:
-        return _threads(self._bytes)
+    def _call(self, rows: int, *addresses: int) -> _LayerCall:
+        draft = reads_draft_plane_alone()
+        return _LayerCall(self._address, rows, _threads(self._bytes), draft, *addresses)
 
 
 class NativeProduct:
@@ -206,19 +217,20 @@ class NativeProduct:
         linear: a module that `supports` holds for.
     """
 
-    def __init__(self, linear: nn.Linear, norm: RmsNorm) -> None:
+    def __init__(self, linear: Linear, norm: RmsNorm) -> None:
         self._linear, self._behind = linear, norm  # whose memory the structures point to
-        entries = _entries(linear.weight.dtype)
+        entries = _entries(norm.weight.dtype)
         assert entries is not None
         self._product = entries.product
         self._norm, self._matrix = _norm(norm), _matrix(linear)
-        self._tiled = linear.weight.nbytes > TILED_BYTES
+        self._bytes = _weight_bytes(linear)
+        self._tiled = self._bytes > TILED_BYTES
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Returns `[tokens, outputs]` of inputs `[tokens, width]`, each of whose rows is contiguous."""
         result = inputs.new_empty(len(inputs), self._linear.out_features)
-        threads = _threads(self._linear.weight.nbytes)
-        call = _ProductCall(self._norm, self._matrix, len(inputs), threads, inputs.stride(0), self._tiled)
+        call = _ProductCall(self._norm, self._matrix, len(inputs), _threads(self._bytes))
+        call.draft, call.input_stride, call.tiled = reads_draft_plane_alone(), inputs.stride(0), self._tiled
         call.input, call.result = inputs.data_ptr(), result.data_ptr()
         self._product(ctypes.byref(call))
         return result
@@ -232,8 +244,18 @@ def _norm(norm: RmsNorm | None) -> _Norm:
     return _Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.epsilon)
 
 
-def _matrix(linear: nn.Linear) -> _Matrix:
+def _weight_bytes(linear: Linear) -> int:
+    """Returns the bytes of its weights when they are not in planes: both are to be computed alike."""
+    if not isinstance(linear, PlaneLinear):
+        return linear.weight.nbytes
+    return linear.out_features * linear.in_features * torch.bfloat16.itemsize
+
+
+def _matrix(linear: Linear) -> _Matrix:
     bias = None if linear.bias is None else linear.bias.data_ptr()
-    return _Matrix(
-        linear.weight.data_ptr(), bias, linear.out_features, linear.in_features, linear.weight.stride(0)
-    )
+    if isinstance(linear, PlaneLinear):
+        parts = (part.data_ptr() for part in vars(linear.planes).values())
+        outs, ins = linear.planes.shape
+        return _Matrix(None, bias, outs, ins, ins, ctypes.pointer(_Planes(*parts)))
+    weight = linear.weight
+    return _Matrix(weight.data_ptr(), bias, linear.out_features, linear.in_features, weight.stride(0))

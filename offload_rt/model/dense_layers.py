@@ -54,7 +54,7 @@ class DenseLayer(_Native):
         self._layer = int(block.self_attn.layer_idx)
         self._softmax = Softmax(float(block.self_attn.scaling))
         self._native = NativeLayer(weights)
-        self._dtype = weights.query.weight.dtype
+        self._dtype = weights.mlp_norm.weight.dtype
 
     def __call__(self, hidden: Tensor, **arguments: Any) -> Any:
         """Returns what the module returns: hidden states, in some models in a tuple."""

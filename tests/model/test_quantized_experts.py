@@ -55,7 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def functional() -> Any:
-    """Returns bitsandbytes' functions; not imported at the top, as an emulated GPU has not what it asks for."""
+    """Returns bitsandbytes' functions, which cannot be imported beside an emulated GPU."""
     import bitsandbytes
 
     return bitsandbytes.functional

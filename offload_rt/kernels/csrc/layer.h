@@ -24,12 +24,12 @@ template <typename T> struct Layer {
     int64_t head_dim, tiled;  // by tiles where there are some
 };
 
-// A call for `rows` tokens (`_LayerCall`). Contiguous: `hidden` [rows][query.ins] in front of attention and
-// [rows][output.outs] behind it, `result` [rows][output.outs], `cosines`, `sines`
-// [rows][head_dim], `queries`, `keys`, `values` [heads][rows][head_dim].
+// A call for `rows` tokens (`_LayerCall`), by draft planes alone where there are planes and `draft` is set. Contiguous:
+// `hidden` [rows][query.ins] in front of attention and [rows][output.outs] behind it, `result` [rows][output.outs],
+// `cosines`, `sines` [rows][head_dim], `queries`, `keys`, `values` [heads][rows][head_dim].
 template <typename T> struct LayerCall {
     const Layer<T>* layer;
-    int64_t rows, threads;
+    int64_t rows, threads, draft;
     const T *hidden, *cosines, *sines;
     T *queries, *keys, *values;
     const T* attended;
@@ -41,7 +41,7 @@ template <typename T> struct LayerCall {
 template <typename T> struct ProductCall {
     Norm<T> norm;
     Matrix<T> matrix;
-    int64_t rows, threads, input_stride, tiled;
+    int64_t rows, threads, draft, input_stride, tiled;
     const T* input;
     T* result;
 };
@@ -104,7 +104,7 @@ template <typename T> static void attention_inputs(const LayerCall<T>& call, int
     {
         Buffer<float> out(size_t(rows) * OUTPUTS), head(size_t(rows) * dim), normed(dim);
         Buffer<T> row(hidden);
-        Multiplier<T> multiply;
+        Multiplier<T> multiply(call.draft);
         set_inputs(layer.attention_norm, call.hidden + first * hidden, hidden, inputs, &row[0]);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t number = 0; number < heads + 2 * kv_heads; ++number) {
@@ -160,7 +160,7 @@ template <typename T> static void after_attention(const LayerCall<T>& call, int6
     {
         Buffer<float> out(size_t(rows) * OUTPUTS), up(size_t(rows) * OUTPUTS);
         Buffer<T> row(std::max<int64_t>(hidden, OUTPUTS));
-        Multiplier<T> multiply;
+        Multiplier<T> multiply(call.draft);
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; ++r)
             for (int64_t h = 0; h < layer.output.ins / dim; ++h)
@@ -193,7 +193,7 @@ template <typename T> static void product(const ProductCall<T>& call, int64_t fi
     {
         Buffer<float> out(size_t(rows) * OUTPUTS);
         Buffer<T> row(matrix.ins);
-        Multiplier<T> multiply;
+        Multiplier<T> multiply(call.draft);
         set_inputs(call.norm, call.input + first * call.input_stride, call.input_stride, inputs, &row[0]);
 #pragma omp for schedule(dynamic, 4)
         for (int64_t output = 0; output < matrix.outs; output += OUTPUTS) {

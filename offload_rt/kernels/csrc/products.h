@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <type_traits>
 
 #include "bf16_dots.h"
 #include "direct.h"
+#include "planes.h"
 #include "tiles.h"
 #include "vectors.h"
 #include "widened.h"
@@ -17,10 +19,12 @@
 constexpr int OUTPUTS = 32;         // of a product that a thread computes at a time
 constexpr int64_t MOST_ROWS = 256;  // of inputs at a time, so that they stay in the second cache
 
-// Rows of weights [outs][ins], `stride` entries apart, and a bias [outs] or null (`_Matrix` in dense.py).
+// Rows of weights [outs][ins], `stride` entries apart, and a bias [outs] or null (`_Matrix` in dense.py). Where there are
+// planes, the weights are in these.
 template <typename T> struct Matrix {
     const T *weight, *bias;
     int64_t outs, ins, stride;
+    const Planes* planes;
 };
 
 #ifdef OFFLOAD_RT_BF16_DOTS
@@ -104,9 +108,11 @@ template <typename T> static void multiply_by_rows(const Inputs<T>& inputs, cons
     if (r < rows) multiply_rows<1>(inputs, r, m, first, count, false, out + r * OUTPUTS);
 }
 
-// What a thread multiplies with.
+// What a thread multiplies with; `draft`: by the draft planes alone, where there are planes.
 template <typename T> class Multiplier {
   public:
+    explicit Multiplier(bool draft) : draft_(draft) {}
+
     // Computes outputs first .. first + count, at most OUTPUTS, of all inputs, to out [rows][OUTPUTS].
     void operator()(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
         multiply(inputs, m, first, count, out);
@@ -116,7 +122,26 @@ template <typename T> class Multiplier {
     }
 
   private:
+    // Some rows of planes at a time, which stay in the second cache as they are expanded.
+    static constexpr int EXPANDED = 16;
+    static_assert(EXPANDED % LANES == 0 && OUTPUTS % EXPANDED == 0);
+
     void multiply(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
+        if (!m.planes) return multiply_plain(inputs, m, first, count, out);
+        if constexpr (std::is_same_v<T, BFloat16>) {
+            if (width_ < m.ins) weights_.emplace(size_t(EXPANDED * m.ins)), width_ = m.ins;
+            T* weights = &(*weights_)[0];
+            const Matrix<T> expanded{weights, nullptr, EXPANDED, m.ins, m.ins, nullptr};
+            for (int k = 0; k < count; k += EXPANDED) {
+                const int some = std::min(EXPANDED, count - k);
+                for (int row = 0; row < some; ++row)
+                    (draft_ ? expand_draft : expand_exact)(*m.planes, first + k + row, m.ins, weights + row * m.ins);
+                multiply_plain(inputs, expanded, 0, some, out + k);
+            }
+        }
+    }
+
+    void multiply_plain(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
 #ifdef OFFLOAD_RT_BF16_TILES
         if constexpr (std::is_same_v<T, BFloat16>)
             if (inputs.tiled) {
@@ -130,4 +155,7 @@ template <typename T> class Multiplier {
 #ifdef OFFLOAD_RT_BF16_TILES
     Tiles tiles_;
 #endif
+    bool draft_;
+    std::optional<Buffer<T>> weights_;  // [EXPANDED][width_]
+    int64_t width_ = 0;
 };

@@ -1,0 +1,156 @@
+"""Weights in two planes, without loss: drafts read one of them, verifications both.
+
+A bfloat16 weight is a sign and 15 bits that grow with its size. Of these, less the smallest that a row can
+hold, 11 bits are kept: the upper seven with the sign in a byte of the draft plane, the lower four in half a
+byte of the rest plane. So a row holds zero and weights down to 2**-16 of its largest one; others are listed.
+A draft reads weights rounded to the middle of what the draft plane leaves open, with an error of at most
+2**-4 of each, and takes those below 2**-16 for zero. Both planes together are the weights, bit by bit.
+
+`csrc/planes.h` expands rows as products read them, and `WeightPlanes` is its reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+REST_BITS = 4
+_NUMBERS = 2**11
+"""Numbers that the two planes tell apart in a row; 0 stands for zero and for what is listed."""
+_MOST_LISTED = 2**-7
+"""Share of a matrix that is listed at most; such lists are read by one thread for a row."""
+_SPLIT_ROWS = 256  # of a matrix at a time, as splitting takes several times the memory of the weights
+_DRAFTING: ContextVar[bool] = ContextVar("drafting", default=False)
+
+
+@contextmanager
+def draft_plane_alone(alone: bool = True) -> Iterator[None]:
+    """Lets products of this thread read the draft planes alone, where there are planes."""
+    token = _DRAFTING.set(alone)
+    try:
+        yield
+    finally:
+        _DRAFTING.reset(token)
+
+
+def reads_draft_plane_alone() -> bool:
+    """Returns whether products of this thread read the draft planes alone."""
+    return _DRAFTING.get()
+
+
+@dataclass(frozen=True)
+class WeightPlanes:
+    """A matrix of bfloat16 weights in two planes.
+
+    Attributes:
+        codes: the draft plane, uint8 `[out, in]`.
+        rests: the rest plane, uint8 `[out, in / 2]`: in its lower bits those of the first half of a row.
+        lows: what is added to the numbers of a row, int16 `[out]`.
+        starts: where the listed weights of each row start and end, int32 `[out + 1]`.
+        columns: of the listed weights, int32 `[listed]`.
+        listed: these, bfloat16 `[listed]`.
+    """
+
+    codes: Tensor
+    rests: Tensor
+    lows: Tensor
+    starts: Tensor
+    columns: Tensor
+    listed: Tensor
+
+    @classmethod
+    def split(cls, weight: Tensor) -> WeightPlanes | None:
+        """Splits a matrix; None: it is not bfloat16 of an even width, or too much of it would be listed.
+
+        Args:
+            weight: `[out, in]`.
+        """
+        if weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
+            return None
+        parts: list[tuple[Tensor, ...]] = []
+        most = int(_MOST_LISTED * weight.numel())
+        for rows in weight.detach().split(_SPLIT_ROWS):
+            parts.append(_split_rows(rows))
+            most -= len(parts[-1][-1])
+            if most < 0:
+                return None
+        codes, rests, lows, counts, columns, listed = map(torch.cat, zip(*parts, strict=True))
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+        return cls(codes, rests, lows, starts, columns, listed)
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[out, in]`."""
+        return self.codes.shape
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes that a product by the draft plane alone reads."""
+        return self.codes.nbytes + self.lows.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in vars(self).values())
+
+    def expanded(self, *, draft: bool) -> Tensor:
+        """Returns the weights `[out, in]` as drafts or as verifications read them."""
+        numbers = (self.codes & 127).to(torch.int16) << REST_BITS
+        nonzero = numbers != 0
+        if draft:
+            numbers += 2 ** (REST_BITS - 1)
+        else:
+            numbers |= torch.cat((self.rests & 15, self.rests >> REST_BITS), dim=1)
+            nonzero = numbers != 0
+        bits = (self.codes & 128).to(torch.int16) << 8 | (numbers + self.lows[:, None]) * nonzero
+        weights = bits.view(torch.bfloat16)
+        if not draft:
+            counts = self.starts.diff()
+            rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+            weights[rows, self.columns.long()] = self.listed
+        return weights
+
+
+class PlaneLinear(nn.Module):
+    """A linear layer whose weights are in two planes.
+
+    Attributes:
+        planes: the weights.
+        bias: as in the layer that it takes the place of.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, planes: WeightPlanes, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = planes.shape
+        for name, part in vars(planes).items():
+            self.register_buffer(name, part)
+        self.register_parameter("bias", bias)
+
+    @property
+    def planes(self) -> WeightPlanes:
+        return WeightPlanes(**{field.name: getattr(self, field.name) for field in fields(WeightPlanes)})
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Returns `[…, out]` of inputs `[…, in]`, in larger passes than those of a kernel."""
+        weight = self.planes.expanded(draft=reads_draft_plane_alone())
+        return nn.functional.linear(inputs, weight, self.bias)
+
+
+def _split_rows(rows: Tensor) -> tuple[Tensor, ...]:
+    """Returns codes, rests, lows, numbers of listed weights by row, columns and listed weights."""
+    bits = rows.contiguous().view(torch.int16)
+    sizes, half = bits & 0x7FFF, rows.shape[1] // 2
+    lows = (sizes.amax(dim=1, keepdim=True) - (_NUMBERS - 1)).clamp(min=0)
+    numbers = (sizes - lows).clamp(min=0)
+    listed = (numbers == 0) & (sizes != 0)
+    codes = (bits >> 8 & 128 | numbers >> REST_BITS).to(torch.uint8)
+    lower = (numbers & 15).to(torch.uint8)
+    rests = lower[:, :half] | lower[:, half:] << REST_BITS
+    columns = listed.nonzero()[:, 1].to(torch.int32)
+    return codes, rests, lows[:, 0], listed.sum(dim=1), columns, rows[listed]
