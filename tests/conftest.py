@@ -59,7 +59,7 @@ def _test(item: Any) -> tuple[str, bool]:
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Selects some cases of slow tests on an emulated GPU; `EMULATED_CUDA_EVERY=1` runs all."""
     if EMULATED_CUDA:
-        every = int(os.environ.get("EMULATED_CUDA_EVERY", "20"))
+        every = int(os.environ.get("EMULATED_CUDA_EVERY", "30"))
         slow = [
             item
             for item in items
