@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.native_kernels import ATTENTION, PROCESSORS, processor_flags
 
-from offload_rt.kernels import building, native
+from offload_rt.kernels import building, dense, native
 from offload_rt.system.memory import cache_folder
 
 
@@ -37,3 +38,18 @@ def kernel(request: pytest.FixtureRequest, built: dict[str, Path]) -> native.Ker
     if request.param not in built:
         pytest.skip(f"no C++ compiler here, or not a machine that runs {request.param}")
     return native.Kernel(built[request.param])
+
+
+@pytest.fixture(params=["native", "cooperlake", "x86-64-v3", "x86-64"])
+def processor(
+    request: pytest.FixtureRequest, built: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Its library for dense layers: with tiles, dot products of pairs, and vectors of two widths."""
+    if request.param not in built:
+        pytest.skip(f"no C++ compiler here, or not a machine that runs {request.param}")
+    kernel = native.Kernel(built[request.param])
+    monkeypatch.setattr(dense, "load_kernel", lambda: kernel)
+    monkeypatch.setattr(dense, "TILED_BYTES", 0)
+    dense._entries.cache_clear()
+    yield
+    dense._entries.cache_clear()

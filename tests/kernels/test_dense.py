@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from offload_rt.kernels import dense, native
 from offload_rt.kernels.dense import LayerWeights, NativeLayer, NativeProduct, RmsNorm, supports
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 DIM = 64
+pytestmark = pytest.mark.usefixtures("processor")
 MOST_ROWS = 300
 """More than are computed at a time."""
-
-
-@pytest.fixture(params=["native", "cooperlake", "x86-64-v3", "x86-64"], autouse=True)
-def processor(
-    request: pytest.FixtureRequest, built: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    """The library of a processor: with tiles, dot products of pairs, and vectors of two widths."""
-    if request.param not in built:
-        pytest.skip(f"no C++ compiler here, or not a machine that runs {request.param}")
-    kernel = native.Kernel(built[request.param])
-    monkeypatch.setattr(dense, "load_kernel", lambda: kernel)
-    monkeypatch.setattr(dense, "TILED_BYTES", 0)
-    dense._entries.cache_clear()
-    yield
-    dense._entries.cache_clear()
 
 
 def linear(outs: int, ins: int, dtype: torch.dtype, *, bias: bool = False) -> nn.Linear:

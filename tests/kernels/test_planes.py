@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from offload_rt.kernels import dense, native
 from offload_rt.kernels.dense import LayerWeights, Linear, NativeLayer, NativeProduct, RmsNorm
 from offload_rt.kernels.planes import PlaneLinear, WeightPlanes, draft_plane_alone
 
@@ -62,20 +59,6 @@ def test_what_is_not_split() -> None:
     outlier = torch.full((4, 64), 1e-9, dtype=torch.bfloat16)
     outlier[:, 0] = 1.0  # beside which everything else would be listed
     assert WeightPlanes.split(outlier) is None
-
-
-@pytest.fixture(params=["native", "cooperlake", "x86-64-v3", "x86-64"])
-def processor(
-    request: pytest.FixtureRequest, built: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    if request.param not in built:
-        pytest.skip(f"no C++ compiler here, or not a machine that runs {request.param}")
-    kernel = native.Kernel(built[request.param])
-    monkeypatch.setattr(dense, "load_kernel", lambda: kernel)
-    monkeypatch.setattr(dense, "TILED_BYTES", 0)
-    dense._entries.cache_clear()
-    yield
-    dense._entries.cache_clear()
 
 
 def plain(matrix: Tensor, bias: nn.Parameter | None) -> nn.Linear:

@@ -1,8 +1,7 @@
-// Weights in two planes. model/weight_planes.py describes the form and is the reference.
+// Weights in two planes. kernels/planes.py describes the form and is the reference.
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "vectors.h"
@@ -16,12 +15,12 @@ struct Planes {
     const BFloat16* listed;
 };
 
-// Of a code with what is left out of it, or none: the bits of a weight, as `WeightPlanes.joined` has them.
+// Returns the bits of a weight: the sign of its code, and its number above the low of its row, or zero.
 static inline uint16_t weight_bits(uint8_t code, uint16_t number, uint16_t low, bool zero) {
     return uint16_t((code & 128) << 8 | (zero ? 0 : number + low));
 }
 
-// Expands a row as drafts read it.
+// Expands a row as drafts read it, in the middle of what the rest plane tells apart.
 static inline void expand_draft(const Planes& planes, int64_t row, int64_t ins, BFloat16* __restrict to) {
     const uint8_t* __restrict codes = planes.codes + row * ins;
     const uint16_t middle = uint16_t(planes.lows[row] + 8);
