@@ -4,7 +4,8 @@ A bfloat16 weight is a sign and 15 bits that grow with its size. Of these, less 
 hold, 11 bits are kept: the upper seven with the sign in a byte of the draft plane, the lower four in half a
 byte of the rest plane. So a row holds zero and weights down to 2**-16 of its largest one; others are listed.
 A draft reads weights rounded to the middle of what the draft plane leaves open, with an error of at most
-2**-4 of each, and takes those below 2**-16 for zero. Both planes together are the weights, bit by bit.
+2**-4 of each, and those below, zero too, as 2**-16 of the largest. Both planes together are the weights, bit by
+bit.
 
 `csrc/planes.h` expands rows as products read them, and `WeightPlanes` is its reference.
 """
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 REST_BITS = 4
+BLOCK = 64
+"""Columns of a row whose rests are together: in the lower bits of a byte those of its first half."""
 _NUMBERS = 2**11
 """Numbers that the two planes tell apart in a row; 0 stands for zero and for what is listed."""
 _MOST_LISTED = 2**-7
@@ -49,7 +52,7 @@ class WeightPlanes:
 
     Attributes:
         codes: the draft plane, uint8 `[out, in]`.
-        rests: the rest plane, uint8 `[out, in / 2]`: in its lower bits those of the first half of a row.
+        rests: the rest plane, uint8 `[out, in / 2]`; see `BLOCK`.
         lows: what is added to the numbers of a row, int16 `[out]`.
         starts: where the listed weights of each row start and end, int32 `[out + 1]`.
         columns: of the listed weights, int32 `[listed]`.
@@ -65,12 +68,12 @@ class WeightPlanes:
 
     @classmethod
     def split(cls, weight: Tensor) -> WeightPlanes | None:
-        """Splits a matrix; None: it is not bfloat16 of an even width, or too much of it would be listed.
+        """Splits a matrix; None: it is not bfloat16 in whole blocks, or too much of it would be listed.
 
         Args:
             weight: `[out, in]`.
         """
-        if weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
+        if weight.dtype != torch.bfloat16 or weight.shape[1] % BLOCK:
             return None
         parts: list[tuple[Tensor, ...]] = []
         most = int(_MOST_LISTED * weight.numel())
@@ -100,18 +103,15 @@ class WeightPlanes:
     def expanded(self, *, draft: bool) -> Tensor:
         """Returns the weights `[out, in]` as drafts or as verifications read them."""
         numbers = (self.codes & 127).to(torch.int16) << REST_BITS
-        nonzero = numbers != 0
+        signs = (self.codes & 128).to(torch.int16) << 8
         if draft:
-            numbers += 2 ** (REST_BITS - 1)
-        else:
-            numbers |= torch.cat((self.rests & 15, self.rests >> REST_BITS), dim=1)
-            nonzero = numbers != 0
-        bits = (self.codes & 128).to(torch.int16) << 8 | (numbers + self.lows[:, None]) * nonzero
-        weights = bits.view(torch.bfloat16)
-        if not draft:
-            counts = self.starts.diff()
-            rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-            weights[rows, self.columns.long()] = self.listed
+            return (signs | numbers + (self.lows + 2 ** (REST_BITS - 1))[:, None]).view(torch.bfloat16)
+        blocks = self.rests.unflatten(1, (-1, BLOCK // 2))
+        numbers |= torch.cat((blocks & 15, blocks >> REST_BITS), dim=2).flatten(1)
+        weights = (signs | (numbers + self.lows[:, None]) * (numbers != 0)).view(torch.bfloat16)
+        counts = self.starts.diff()
+        rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        weights[rows, self.columns.long()] = self.listed
         return weights
 
 
@@ -145,12 +145,12 @@ class PlaneLinear(nn.Module):
 def _split_rows(rows: Tensor) -> tuple[Tensor, ...]:
     """Returns codes, rests, lows, numbers of listed weights by row, columns and listed weights."""
     bits = rows.contiguous().view(torch.int16)
-    sizes, half = bits & 0x7FFF, rows.shape[1] // 2
+    sizes = bits & 0x7FFF
     lows = (sizes.amax(dim=1, keepdim=True) - (_NUMBERS - 1)).clamp(min=0)
     numbers = (sizes - lows).clamp(min=0)
     listed = (numbers == 0) & (sizes != 0)
     codes = (bits >> 8 & 128 | numbers >> REST_BITS).to(torch.uint8)
-    lower = (numbers & 15).to(torch.uint8)
-    rests = lower[:, :half] | lower[:, half:] << REST_BITS
+    lower = (numbers & 15).to(torch.uint8).unflatten(1, (-1, 2, BLOCK // 2))
+    rests = (lower[:, :, 0] | lower[:, :, 1] << REST_BITS).flatten(1)
     columns = listed.nonzero()[:, 1].to(torch.int32)
     return codes, rests, lows[:, 0], listed.sum(dim=1), columns, rows[listed]

@@ -71,41 +71,76 @@ template <typename T> struct Inputs {
     static Vec add_product(Vec sums, Row x, Row y) { return Products::add_product(sums, x, y); }
 };
 
-// Computes outputs first .. first + count of R inputs from `row` on, to out [R][OUTPUTS].
-template <int R, typename T>
-OWN_REGISTERS static void multiply_rows(const Inputs<T>& inputs, int row, const Matrix<T>& m, int64_t first, int count, bool ahead,
-                                        float* out) {
-    constexpr int KEYS = LANES / R;
-    const int dim = int(m.ins);
+// Rows of weights as they lie.
+template <typename T> struct PlainRows {
+    using Products = ProductsOf<T>;
+    const T* at;
+    int64_t stride;
+
+    typename Products::Row operator()(int k, int d) const { return Products::row(at + k * stride + d); }
+    void prefetch(int k, int d) const { __builtin_prefetch(at + k * stride + d, 0, 2); }
+};
+
+template <typename T> struct PlainWeights {
+    static constexpr int MOST = LANES;
+    const T* at;
+    int64_t stride;
+
+    PlainRows<T> rows(int first, int) const { return {at + first * stride, stride}; }
+};
+
+// Rows of planes, expanded in registers.
+template <bool Draft> struct PlaneWeights {
+    using Products = ProductsOf<BFloat16>;
+    using Word = std::conditional_t<sizeof(typename Products::Row) == 2 * Products::STEP, int16_t, int32_t>;
+    using Rows = PlaneRows<Draft, Word, Products::STEP>;
+    static constexpr int MOST = Draft ? LANES : LANES / 2;
+    const Planes& planes;
+    int64_t first, ins;
+
+    Rows rows(int row, int count) const { return Rows(planes, first + row, count, ins); }
+};
+
+// Computes `count` outputs of R inputs from `row` on, to out [R][OUTPUTS].
+template <int R, typename T, typename Weights>
+OWN_REGISTERS static void multiply_rows(const Inputs<T>& inputs, int row, const Weights& weights, int count, bool ahead, float* out) {
+    constexpr int KEYS = std::min(LANES / R, Weights::MOST);
+    const int dim = int(inputs.width);
     for (int k = 0; k < count; k += KEYS) {
-        const T* weights = m.weight + (first + k) * m.stride;
-        const int left = count - k;
-        Vec found = left < KEYS ? score_keys<R, false>(inputs, row, weights, m.stride, left, dim)
-                    : ahead     ? score_keys<R, true, true>(inputs, row, weights, m.stride, KEYS, dim)
-                                : score_keys<R, true>(inputs, row, weights, m.stride, KEYS, dim);
+        const int some = std::min(KEYS, count - k);
+        auto keys = weights.rows(k, some);
+        Vec found = some < KEYS ? score_keys<R, KEYS, false, false>(inputs, row, keys, some, dim)
+                    : ahead     ? score_keys<R, KEYS, true, true>(inputs, row, keys, KEYS, dim)
+                                : score_keys<R, KEYS, true, false>(inputs, row, keys, KEYS, dim);
         for (int r = 0; r < R; ++r)
             std::memcpy(out + r * OUTPUTS + k, reinterpret_cast<float*>(&found) + r * KEYS, KEYS * sizeof(float));
     }
 }
 
-// Computes outputs first .. first + count, at most OUTPUTS, of all inputs, to out [rows][OUTPUTS], by vectors.
-template <typename T> static void multiply_by_rows(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
+constexpr int FEW = 4;  // inputs, for fewer of which rows of weights are read once or twice
+
+// Computes `count` outputs, at most OUTPUTS, of fewer than FEW inputs, to out [rows][OUTPUTS], by vectors.
+template <typename T, typename Weights>
+static void multiply_few(const Inputs<T>& inputs, const Weights& weights, int count, float* out) {
     const int rows = int(inputs.rows);
-    if (rows < 4) {
-        int r = 0;
-        if (rows >= 2) multiply_rows<2>(inputs, 0, m, first, count, true, out), r = 2;
-        if (r < rows) multiply_rows<1>(inputs, r, m, first, count, r == 0, out + r * OUTPUTS);
-        return;
-    }
+    int r = 0;
+    if (rows >= 2) multiply_rows<2>(inputs, 0, weights, count, true, out), r = 2;
+    if (r < rows) multiply_rows<1>(inputs, r, weights, count, r == 0, out + r * OUTPUTS);
+}
+
+// Does the same for FEW inputs or more.
+template <typename T> static void multiply_many(const Inputs<T>& inputs, const PlainWeights<T>& weights, int count, float* out) {
+    const int rows = int(inputs.rows);
     // A few rows of weights at a time, which stay in the first cache for all inputs.
-    constexpr int KEYS = LANES / 4;
+    constexpr int KEYS = LANES / FEW;
     for (int k = 0; k < count; k += KEYS) {
         const int some = std::min(KEYS, count - k);
-        for (int r = 0; r + 4 <= rows; r += 4) multiply_rows<4>(inputs, r, m, first + k, some, r == 0, out + r * OUTPUTS + k);
+        const PlainWeights<T> few{weights.at + k * weights.stride, weights.stride};
+        for (int r = 0; r + FEW <= rows; r += FEW) multiply_rows<FEW>(inputs, r, few, some, r == 0, out + r * OUTPUTS + k);
     }
-    int r = rows / 4 * 4;
-    if (r + 2 <= rows) multiply_rows<2>(inputs, r, m, first, count, false, out + r * OUTPUTS), r += 2;
-    if (r < rows) multiply_rows<1>(inputs, r, m, first, count, false, out + r * OUTPUTS);
+    int r = rows / FEW * FEW;
+    if (r + 2 <= rows) multiply_rows<2>(inputs, r, weights, count, false, out + r * OUTPUTS), r += 2;
+    if (r < rows) multiply_rows<1>(inputs, r, weights, count, false, out + r * OUTPUTS);
 }
 
 // What a thread multiplies with; `draft`: by the draft planes alone, where there are planes.
@@ -115,7 +150,10 @@ template <typename T> class Multiplier {
 
     // Computes outputs first .. first + count, at most OUTPUTS, of all inputs, to out [rows][OUTPUTS].
     void operator()(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
-        multiply(inputs, m, first, count, out);
+        if (!m.planes)
+            multiply_plain(inputs, {m.weight + first * m.stride, m.stride}, count, out);
+        else if constexpr (std::is_same_v<T, BFloat16>)
+            draft_ ? multiply_planes<true>(inputs, m, first, count, out) : multiply_planes<false>(inputs, m, first, count, out);
         if (!m.bias) return;
         for (int64_t r = 0; r < inputs.rows; ++r)
             for (int k = 0; k < count; ++k) out[r * OUTPUTS + k] += widen(m.bias[first + k]);
@@ -126,36 +164,30 @@ template <typename T> class Multiplier {
     static constexpr int EXPANDED = 16;
     static_assert(EXPANDED % LANES == 0 && OUTPUTS % EXPANDED == 0);
 
-    void multiply(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
-        if (!m.planes) return multiply_plain(inputs, m, first, count, out);
-        if constexpr (std::is_same_v<T, BFloat16>) {
-            if (width_ < m.ins) weights_.emplace(size_t(EXPANDED * m.ins)), width_ = m.ins;
-            T* weights = &(*weights_)[0];
-            const Matrix<T> expanded{weights, nullptr, EXPANDED, m.ins, m.ins, nullptr};
-            for (int k = 0; k < count; k += EXPANDED) {
-                const int some = std::min(EXPANDED, count - k);
-                for (int row = 0; row < some; ++row)
-                    (draft_ ? expand_draft : expand_exact)(*m.planes, first + k + row, m.ins, weights + row * m.ins);
-                multiply_plain(inputs, expanded, 0, some, out + k);
-            }
+    template <bool Draft> void multiply_planes(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
+        if (!inputs.tiled && inputs.rows < FEW) return multiply_few(inputs, PlaneWeights<Draft>{*m.planes, first, m.ins}, count, out);
+        if (width_ < m.ins) weights_.emplace(size_t(EXPANDED * m.ins)), width_ = m.ins;
+        T* weights = &(*weights_)[0];
+        for (int k = 0; k < count; k += EXPANDED) {
+            const int some = std::min(EXPANDED, count - k);
+            expand_rows<Draft>(*m.planes, first + k, some, m.ins, weights);
+            multiply_plain(inputs, {weights, m.ins}, some, out + k);
         }
     }
 
-    void multiply_plain(const Inputs<T>& inputs, const Matrix<T>& m, int64_t first, int count, float* out) {
+    void multiply_plain(const Inputs<T>& inputs, const PlainWeights<T>& weights, int count, float* out) {
 #ifdef OFFLOAD_RT_BF16_TILES
         if constexpr (std::is_same_v<T, BFloat16>)
-            if (inputs.tiled) {
-                const BFloat16* weights = m.weight + first * m.stride;
-                return tiles_.multiply(weights, m.stride, count, inputs.data, int(inputs.rows), m.ins, out, OUTPUTS);
-            }
+            if (inputs.tiled)
+                return tiles_.multiply(weights.at, weights.stride, count, inputs.data, int(inputs.rows), inputs.width, out, OUTPUTS);
 #endif
-        multiply_by_rows(inputs, m, first, count, out);
+        inputs.rows < FEW ? multiply_few(inputs, weights, count, out) : multiply_many(inputs, weights, count, out);
     }
 
 #ifdef OFFLOAD_RT_BF16_TILES
     Tiles tiles_;
 #endif
     bool draft_;
-    std::optional<Buffer<T>> weights_;  // [EXPANDED][width_]
+    std::optional<Buffer<T>> weights_;  // [EXPANDED][width_], of planes
     int64_t width_ = 0;
 };
