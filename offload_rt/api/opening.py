@@ -27,6 +27,7 @@ from offload_rt.model.loading import check_same_tokens, checked_config, load_mod
 from offload_rt.model.local_heads import find_head
 from offload_rt.model.local_models import local_drafts
 from offload_rt.model.named_shapes import find_shape
+from offload_rt.model.plane_weights import splits
 from offload_rt.model.quantized_checkpoints import installed_quantization, refuse_dependent_rows
 from offload_rt.model.rope import Yarn
 from offload_rt.model.runner import open_runner
@@ -76,12 +77,18 @@ class Opened:
             models = []
             for model_and_name in (self.target, self.draft) if self.draft is not None else (self.target,):
                 refuse_dependent_rows(*model_and_name)
-                models.append(open_runner(*model_and_name, on_notice))
+                planes = model_and_name is self.target and self._splits_weights()
+                models.append(open_runner(*model_and_name, on_notice, planes=planes))
                 refused.callback(models[-1].restore)
             small = models[1] if self.draft is not None else None
             engine = Engine(models[0], small, self.configs, link, on_progress, on_notice, self.other_links)
             refused.pop_all()
         return engine
+
+    def _splits_weights(self) -> bool:
+        """Returns whether the target's weights are to be in two planes, of which drafts read one."""
+        drafts = any(level.of_target for config in self.configs for level in used_levels(config))
+        return splits(self.configs[0].weights.planes, *self.target, drafts=drafts)
 
 
 def open_models(

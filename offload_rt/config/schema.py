@@ -219,6 +219,15 @@ class HeadConfig:
 
 
 @dataclass(frozen=True)
+class WeightsConfig:
+    """Form of the target's weights in memory."""
+
+    # Two planes without loss, of which drafts read one (`kernels/planes.py`); `auto`: where a config drafts
+    # with the target, and a trial shows that drafts read them faster.
+    planes: Literal["auto", "on", "off"] = "auto"
+
+
+@dataclass(frozen=True)
 class LookupConfig:
     """Lengths in tokens of the ends of a sequence that a look-up searches for, the longest first."""
 
@@ -302,6 +311,7 @@ class Config:
     speculation: SpeculationConfig
     streaming: StreamingConfig
     head: HeadConfig
+    weights: WeightsConfig
     lookup: LookupConfig
     datastore: DatastoreConfig
     prefill: PrefillConfig

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from cpu_kv.sizes import dtype_name
+from offload_rt.kernels import operators
 from offload_rt.kernels.native import Kernel, load_kernel
-from offload_rt.kernels.planes import PlaneLinear, reads_draft_plane_alone
+from offload_rt.kernels.planes import PlaneLinear, WeightPlanes, draft_plane_alone, reads_draft_plane_alone
 
 TILED_BYTES = 2**20
 """Layers and heads of at most so many bytes of weights use vectors even where there are tiles (AMX): it takes
@@ -139,12 +140,13 @@ def _entries(dtype: torch.dtype) -> _Entries | None:
 def supports(linear: Any, dtype: torch.dtype) -> bool:
     """Returns whether a module is a plain product with a weight that the library can read in place."""
     entries = _entries(dtype)
-    return (
-        entries is not None
-        and type(linear) is nn.Linear
-        and linear.weight.dtype == dtype
-        and linear.weight.device.type == "cpu"
-        and linear.weight.is_contiguous()
+    if entries is None or type(linear) not in (nn.Linear, PlaneLinear):
+        return False
+    weight: Tensor = linear.codes if isinstance(linear, PlaneLinear) else linear.weight
+    return bool(
+        dtype_of(linear) == dtype
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
         and linear.in_features % entries.step == 0
         and (linear.bias is None or linear.bias.is_contiguous())
     )
@@ -211,15 +213,15 @@ class NativeLayer:
 
 
 class NativeProduct:
-    """A product with a matrix behind an RMS norm.
+    """A product with a matrix, behind an RMS norm or without one.
 
     Args:
         linear: a module that `supports` holds for.
     """
 
-    def __init__(self, linear: Linear, norm: RmsNorm) -> None:
+    def __init__(self, linear: Linear, norm: RmsNorm | None) -> None:
         self._linear, self._behind = linear, norm  # whose memory the structures point to
-        entries = _entries(norm.weight.dtype)
+        entries = _entries(dtype_of(linear))
         assert entries is not None
         self._product = entries.product
         self._norm, self._matrix = _norm(norm), _matrix(linear)
@@ -234,6 +236,11 @@ class NativeProduct:
         call.input, call.result = inputs.data_ptr(), result.data_ptr()
         self._product(ctypes.byref(call))
         return result
+
+
+def dtype_of(linear: Linear) -> torch.dtype:
+    """Returns the dtype of the weights, in planes or not."""
+    return linear.dtype if isinstance(linear, PlaneLinear) else linear.weight.dtype
 
 
 def _threads(weight_bytes: int) -> int:
@@ -259,3 +266,27 @@ def _matrix(linear: Linear) -> _Matrix:
         return _Matrix(None, bias, outs, ins, ins, ctypes.pointer(_Planes(*parts)))
     weight = linear.weight
     return _Matrix(weight.data_ptr(), bias, linear.out_features, linear.in_features, weight.stride(0))
+
+
+def _plane_product(
+    inputs: Tensor,
+    codes: Tensor,
+    rests: Tensor,
+    lows: Tensor,
+    starts: Tensor,
+    columns: Tensor,
+    listed: Tensor,
+    bias: Tensor | None,
+    draft: bool,
+) -> Tensor:
+    """See `operators.plane_product`; for CPUs, where there is the library."""
+    planes = WeightPlanes(codes, rests, lows, starts, columns, listed)
+    linear = PlaneLinear(planes, None if bias is None else nn.Parameter(bias, requires_grad=False))
+    if not supports(linear, inputs.dtype):
+        return operators.plane_product(inputs, codes, rests, lows, starts, columns, listed, bias, draft)
+    rows = inputs.reshape(-1, inputs.shape[-1]).contiguous()
+    with draft_plane_alone(draft):
+        return NativeProduct(linear, None)(rows).view(*inputs.shape[:-1], -1)
+
+
+operators.LIBRARY.impl("plane_product", _plane_product, "CPU")

@@ -4,21 +4,25 @@ A bfloat16 weight is a sign and 15 bits that grow with its size. Of these, less 
 hold, 11 bits are kept: the upper seven with the sign in a byte of the draft plane, the lower four in half a
 byte of the rest plane. So a row holds zero and weights down to 2**-16 of its largest one; others are listed.
 A draft reads weights rounded to the middle of what the draft plane leaves open, with an error of at most
-2**-4 of each, and those below, zero too, as 2**-16 of the largest. Both planes together are the weights, bit by
-bit.
+2**-4 of each, and those below, zero too, as 2**-16 of the largest. Both planes together are the weights, bit
+by bit.
 
 `csrc/planes.h` expands rows as products read them, and `WeightPlanes` is its reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
+
+from offload_rt.kernels.native import load_kernel
 
 REST_BITS = 4
 BLOCK = 64
@@ -75,16 +79,22 @@ class WeightPlanes:
         """
         if weight.dtype != torch.bfloat16 or weight.shape[1] % BLOCK:
             return None
-        parts: list[tuple[Tensor, ...]] = []
         most = int(_MOST_LISTED * weight.numel())
+        if weight.device.type == "cpu" and (split := _native_split()) is not None:
+            return split(weight.detach().contiguous(), most)
+        parts: list[tuple[Tensor, ...]] = []
         for rows in weight.detach().split(_SPLIT_ROWS):
             parts.append(_split_rows(rows))
             most -= len(parts[-1][-1])
             if most < 0:
                 return None
         codes, rests, lows, counts, columns, listed = map(torch.cat, zip(*parts, strict=True))
-        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-        return cls(codes, rests, lows, starts, columns, listed)
+        return cls(codes, rests, lows, _starts(counts), columns, listed)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All tensors, in order."""
+        return tuple(vars(self).values())
 
     @property
     def shape(self) -> torch.Size:
@@ -98,14 +108,16 @@ class WeightPlanes:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in vars(self).values())
+        return sum(part.nbytes for part in self.parts)
 
     def expanded(self, *, draft: bool) -> Tensor:
         """Returns the weights `[out, in]` as drafts or as verifications read them."""
         numbers = (self.codes & 127).to(torch.int16) << REST_BITS
         signs = (self.codes & 128).to(torch.int16) << 8
+        weights: Tensor
         if draft:
-            return (signs | numbers + (self.lows + 2 ** (REST_BITS - 1))[:, None]).view(torch.bfloat16)
+            weights = (signs | numbers + (self.lows + 2 ** (REST_BITS - 1))[:, None]).view(torch.bfloat16)
+            return weights
         blocks = self.rests.unflatten(1, (-1, BLOCK // 2))
         numbers |= torch.cat((blocks & 15, blocks >> REST_BITS), dim=2).flatten(1)
         weights = (signs | (numbers + self.lows[:, None]) * (numbers != 0)).view(torch.bfloat16)
@@ -116,7 +128,7 @@ class WeightPlanes:
 
 
 class PlaneLinear(nn.Module):
-    """A linear layer whose weights are in two planes.
+    """A linear layer whose weights are in two planes; its product is an operator of `operators.py`.
 
     Attributes:
         planes: the weights.
@@ -132,14 +144,69 @@ class PlaneLinear(nn.Module):
             self.register_buffer(name, part)
         self.register_parameter("bias", bias)
 
+    codes: Tensor
+
     @property
     def planes(self) -> WeightPlanes:
         return WeightPlanes(**{field.name: getattr(self, field.name) for field in fields(WeightPlanes)})
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return torch.bfloat16
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights `[out, in]`, joined anew each time."""
+        return self.planes.expanded(draft=False)
+
     def forward(self, inputs: Tensor) -> Tensor:
-        """Returns `[…, out]` of inputs `[…, in]`, in larger passes than those of a kernel."""
-        weight = self.planes.expanded(draft=reads_draft_plane_alone())
-        return nn.functional.linear(inputs, weight, self.bias)
+        """Returns `[…, out]` of inputs `[…, in]`."""
+        product: Tensor = torch.ops.offload_rt.plane_product(
+            inputs, *self.planes.parts, self.bias, reads_draft_plane_alone()
+        )
+        return product
+
+
+class _Split(ctypes.Structure):
+    """`Split` of `planes.h`."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("outs", "ins", "threads")),
+        *((name, ctypes.c_void_p) for name in ("codes", "rests", "lows", "counts")),
+    ]
+
+
+@functools.cache
+def _native_split() -> Callable[[Tensor, int], WeightPlanes | None] | None:
+    """Returns a function that splits a contiguous matrix of which so many weights may be listed."""
+    if (kernel := load_kernel()) is None:
+        return None
+    split = kernel.function("split", _Split)
+    list_them = kernel.function("list", _Split, ctypes.c_void_p, ctypes.c_void_p)
+
+    def split_matrix(weight: Tensor, most: int) -> WeightPlanes | None:
+        outs, ins = weight.shape
+        codes, rests = (
+            weight.new_empty(outs, ins, dtype=torch.uint8),
+            weight.new_empty(outs, ins // 2, dtype=torch.uint8),
+        )
+        lows, counts = weight.new_empty(outs, dtype=torch.int16), weight.new_empty(outs, dtype=torch.int64)
+        tensors = (one.data_ptr() for one in (codes, rests, lows, counts))
+        call = ctypes.byref(_Split(weight.data_ptr(), outs, ins, torch.get_num_threads(), *tensors))
+        split(call)
+        if (total := int(counts.sum())) > most:
+            return None
+        columns, listed = weight.new_empty(total, dtype=torch.int32), weight.new_empty(total)
+        list_them(call, columns.data_ptr(), listed.data_ptr())
+        return WeightPlanes(codes, rests, lows, _starts(counts), columns, listed)
+
+    return split_matrix
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _split_rows(rows: Tensor) -> tuple[Tensor, ...]:

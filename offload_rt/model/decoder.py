@@ -36,7 +36,7 @@ from offload_rt.model.attention_hook import (
 from offload_rt.model.host_embedding import host_bytes
 from offload_rt.model.layer_kinds import layer_kinds
 from offload_rt.model.layer_order import LayerOrder
-from offload_rt.model.quantized_weights import stored_bytes
+from offload_rt.model.quantized_weights import named_weights, stored_bytes
 from offload_rt.model.remote_blocks import RemoteBlocks, RemotePass
 from offload_rt.model.remote_mlp import RemoteMlp, remote_mlps
 from offload_rt.model.supported import refuse_unsupported
@@ -263,9 +263,9 @@ class Decoder:
 
     def check_weights(self) -> None:
         """Raises NotANumber if a weight is NaN or infinite."""
-        for name, parameter in self.module.named_parameters():
+        for name, weight in named_weights(self.module):
             # Numbers of 8 bits are quantised, and torch cannot look at some of them.
-            if parameter.itemsize > 1 and not bool(parameter.isfinite().all()):
+            if weight.itemsize > 1 and not bool(weight.isfinite().all()):
                 raise NotANumber(
                     f"{self.name}: the weight {name} has NaN or infinite entries; check its file"
                 )

@@ -18,11 +18,14 @@ from offload_rt.attention.sums import Softmax
 from offload_rt.caches.layer_kinds import LayerKinds
 from offload_rt.kernels.dense import (
     LayerWeights,
+    Linear,
     NativeLayer,
     NativeProduct,
     RmsNorm,
+    dtype_of,
     supports,
 )
+from offload_rt.kernels.planes import PlaneLinear
 from offload_rt.model.architecture import CACHE_ARGUMENT
 from offload_rt.model.attention_hook import LayerPass
 from offload_rt.model.expressions import Expressions, on_meta
@@ -70,13 +73,13 @@ class DenseLayer(_Native):
 class DenseHead(_Native):
     """The final norm and the head; through their modules as in `DenseLayer`."""
 
-    def __init__(self, norm: nn.Module, head: nn.Linear, weights: RmsNorm) -> None:
+    def __init__(self, norm: nn.Module, head: Linear, weights: RmsNorm) -> None:
         super().__init__(norm, head)
-        self._norm, self._head = norm, head
+        self._norm, self._head, self._dtype = norm, head, dtype_of(head)
         self._native = NativeProduct(head, weights)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if not (self.native and _as_stored(hidden, self._head.weight.dtype)):
+        if not (self.native and _as_stored(hidden, self._dtype)):
             logits: Tensor = self._head(self._norm(hidden))
             return logits
         return self._native(hidden[0].contiguous())[None]
@@ -134,7 +137,7 @@ def _dense_weights(
 
 
 def _is_plain(linear: Any, dtype: torch.dtype) -> bool:
-    return type(linear) is nn.Linear and linear.weight.dtype == dtype
+    return type(linear) in (nn.Linear, PlaneLinear) and dtype_of(linear) == dtype
 
 
 class _Reference(nn.Module):
@@ -199,7 +202,7 @@ def _expressions(
         own: of the layer's module rather than of `_Reference`.
     """
     attention = reference.block.self_attn
-    dtype = attention.q_proj.weight.dtype
+    dtype = dtype_of(attention.q_proj)
     weights = on_meta(reference)
     hidden = torch.empty(1, tokens, attention.q_proj.in_features, dtype=dtype, device="meta")
     cosines, sines = torch.empty(2, 1, tokens, attention.head_dim, dtype=dtype, device="meta").unbind()

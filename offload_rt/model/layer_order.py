@@ -24,12 +24,14 @@ class LayerOrder:
             arXiv 2309.08168).
         remote: layers whose attention block runs on the second device, where their KV is. Everything else
             runs on the first.
+        draft_plane: weights in two planes are read from the draft plane alone (`kernels/planes.py`).
     """
 
     groups: tuple[tuple[int, ...], ...]
     no_attention: frozenset[int] = frozenset()
     no_mlp: frozenset[int] = frozenset()
     remote: frozenset[int] = frozenset()
+    draft_plane: bool = False
 
     def exact(self, layer: int) -> bool:
         """Returns whether no block of the layer is left out."""
@@ -55,7 +57,7 @@ class LayerOrder:
     def in_turn(self) -> LayerOrder:
         """Returns the order of all layers in turn, each attended where this order keeps its KV."""
         layers = sum(map(len, self.groups))
-        return replace(LayerOrder.whole(layers), remote=self.remote)
+        return replace(LayerOrder.whole(layers), remote=self.remote, draft_plane=self.draft_plane)
 
     @classmethod
     def whole(cls, layers: int) -> LayerOrder:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offload_rt.errors import UsageError
+from offload_rt.kernels.planes import PlaneLinear
 from offload_rt.model.quantization import INT8, NF4
 
 _PACKED_ROWS = 32  # a multiple of which bitsandbytes needs on a processor with bfloat16 products
@@ -79,21 +80,32 @@ def move_scales(model: nn.Module) -> None:
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the names and tensors of all weights of a module, quantised or not.
 
-    Buffers that checkpoints hold are weights too: gptqmodel's matrices, the biases of routers.
+    Buffers that checkpoints hold are weights too: gptqmodel's matrices, the biases of routers. Weights in two
+    planes are joined, one matrix at a time.
     """
-    yield from module.named_parameters()
+    seen = set[int]()
     for path, part in module.named_modules():
-        for name, buffer in part.named_buffers(path, recurse=False):
-            if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
-                yield name, buffer
+        if isinstance(part, PlaneLinear):
+            yield f"{path}.weight" if path else "weight", part.weight
+        for name, parameter in part.named_parameters(path, recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+    for path, part in module.named_modules():
+        if not isinstance(part, PlaneLinear):
+            yield from _own_buffers(path, part)
+
+
+def _own_buffers(path: str, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in part.named_buffers(path, recurse=False):
+        if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def stored_bytes(module: nn.Module) -> int:
     """Returns the bytes of all weights of a module as they lie in memory."""
-    return sum(
-        tensor.nbytes
-        for tensor in (*(weight for _, weight in named_weights(module)), *bitsandbytes_scales(module))
-    )
+    buffers = (buffer for part in module.modules() for _, buffer in _own_buffers("", part))
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *buffers, *bitsandbytes_scales(module)))
 
 
 def bitsandbytes_scales(module: nn.Module) -> Iterator[Tensor]:

@@ -7,6 +7,7 @@ sequence has attention of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from offload_rt.caches.full import FullCache
 from offload_rt.caches.split import SplitCache
 from offload_rt.caches.window_attention import PAGED_WINDOW
 from offload_rt.errors import UsageError
+from offload_rt.kernels.planes import draft_plane_alone
 from offload_rt.model.attention_hook import AttentionPass
 from offload_rt.model.cuda_graphs import Capture, CudaCapture, PassGraphs
 from offload_rt.model.decoder import Decoder, NotANumber
@@ -35,6 +37,7 @@ from offload_rt.model.draft_head import StateTap
 from offload_rt.model.fixed_rows import compute_in_fixed_rows, rows_are_alike
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
+from offload_rt.model.plane_weights import SplitWeights, in_planes
 from offload_rt.model.recurrence import missing_kernels
 from offload_rt.model.remote_mlp import remote_mlps
 from offload_rt.model.self_check import TOKENS, Probe, check_against_own_forward, spread_positions
@@ -50,6 +53,7 @@ class CausalModel(Decoder):
         model: a loaded transformers model.
         name: its name in messages.
         graphs: record and replay recurring passes; None: every pass is computed, on a CPU by native layers.
+        planes: linear layers are in two planes until `restore`, of which drafts read one.
 
     Attributes:
         missing_kernels: packages without which recurrent layers are slow on a GPU.
@@ -58,8 +62,11 @@ class CausalModel(Decoder):
         UsageError: the architecture is not supported; names what is not.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, graphs: PassGraphs | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, name: str, graphs: PassGraphs | None = None, *, planes: bool = False
+    ) -> None:
         super().__init__(model, name)
+        self._split = SplitWeights(model) if planes else None
         self.graphs = graphs
         self._tap: StateTap | None = None
         try:
@@ -75,6 +82,11 @@ class CausalModel(Decoder):
         except BaseException:
             self.restore()
             raise
+
+    def restore(self) -> None:
+        if self._split is not None:
+            self._split.join()
+        super().restore()
 
     @property
     def differs_by(self) -> str | None:
@@ -110,6 +122,15 @@ class CausalModel(Decoder):
             )
         self._check_blocks(text)
         return order
+
+    def drafting(self, order: LayerOrder | None) -> LayerOrder | None:
+        """Returns an order of layers as passes go through it whose results are drafts.
+
+        Of weights in two planes they read one.
+        """
+        if not in_planes(self.module):
+            return order
+        return replace(order or LayerOrder.whole(self.layers), draft_plane=True)
 
     @torch.inference_mode()
     def _check_blocks(self, text: str) -> None:
@@ -220,12 +241,13 @@ class CausalModel(Decoder):
             rows: numbers of the tokens after which they are wanted.
         """
         inputs = self.tapped()
-        hidden = self.run(order, self.embed(ids), positions, attention_pass, inputs=inputs)
-        if len(rows) < hidden.shape[1]:
-            at = selection(rows, self.device)
-            hidden = hidden[:, at]
-            inputs = {layer: given[:, at] for layer, given in inputs.items() if layer < self.layers}
-        return self.logits(hidden), self.states(inputs, hidden[0])
+        with draft_plane_alone(order is not None and order.draft_plane):
+            hidden = self.run(order, self.embed(ids), positions, attention_pass, inputs=inputs)
+            if len(rows) < hidden.shape[1]:
+                at = selection(rows, self.device)
+                hidden = hidden[:, at]
+                inputs = {layer: given[:, at] for layer, given in inputs.items() if layer < self.layers}
+            return self.logits(hidden), self.states(inputs, hidden[0])
 
     @torch.inference_mode()
     def raise_nan(self, given: PassInput) -> NoReturn:
@@ -291,18 +313,24 @@ class CausalModel(Decoder):
 
 
 def open_runner(
-    model: PreTrainedModel, name: str, on_notice: Callable[[str], None], capture: Capture | None = None
+    model: PreTrainedModel,
+    name: str,
+    on_notice: Callable[[str], None],
+    capture: Capture | None = None,
+    *,
+    planes: bool = False,
 ) -> CausalModel:
     """Returns the runner of a model; on a GPU it records recurring passes.
 
     Args:
+        planes: see `CausalModel`.
         on_notice: called with what makes it slow: kernels that are missing, or why recording failed.
         capture: how to record; None: CUDA graphs on a GPU, nothing on a CPU.
     """
     if capture is None and model.device.type == "cuda" and not remote_mlps(model):
         capture = CudaCapture(model.device)  # of one device
     graphs = None if capture is None else PassGraphs(name, model.device, capture, on_notice)
-    runner = CausalModel(model, name, graphs)
+    runner = CausalModel(model, name, graphs, planes=planes)
     if model.device.type == "cuda" and (missing := " ".join(sorted(runner.missing_kernels))):
         remedy = f"{pip_install()} {missing}"
         on_notice(f"{name}: its recurrent layers are slow without their kernels: {remedy}")

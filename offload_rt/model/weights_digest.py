@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -53,20 +54,20 @@ def weights_digest(model: CausalModel) -> str:
     config = model.module.config.get_text_config().to_dict()
     settings = {name: value for name, value in config.items() if name not in _CHANGE_NOTHING}
     parts: list[str | bytes] = [json.dumps(settings, sort_keys=True, default=str)]
-    weights = [
-        *named_weights(model.module),
-        *(("scales", scales) for scales in bitsandbytes_scales(model.module)),
-    ]
+    weights = chain(
+        named_weights(model.module), (("scales", scales) for scales in bitsandbytes_scales(model.module))
+    )
     sums: dict[torch.device, list[Tensor]] = {}
+    devices: list[torch.device] = []
     for name, weight in weights:
         plain = name.replace(".mlp.block.", ".mlp.")  # on whichever GPU it is
         parts.append(f"{plain} {list(weight.shape)} {weight.dtype}")
         sums.setdefault(weight.device, []).append(checksum(weight))
+        devices.append(weight.device)
     # One read for each device; in an order that does not depend on where parameters are.
     arrived = {device: iter(torch.cat(device_sums).cpu().split([len(part) for part in device_sums]))
                for device, device_sums in sums.items()}  # fmt: skip
-    for _, weight in weights:
-        parts.append(next(arrived[weight.device]).numpy().tobytes())
+    parts += [next(arrived[device]).numpy().tobytes() for device in devices]
     return digest(*parts, digits=32)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from offload_rt.kernels import planes
 from offload_rt.kernels.dense import LayerWeights, Linear, NativeLayer, NativeProduct, RmsNorm
 from offload_rt.kernels.planes import BLOCK, PlaneLinear, WeightPlanes, draft_plane_alone
 
@@ -25,9 +26,9 @@ def weights(outs: int, ins: int, seed: int) -> Tensor:
 
 
 def in_planes(matrix: Tensor, bias: nn.Parameter | None = None) -> PlaneLinear:
-    planes = WeightPlanes.split(matrix)
-    assert planes is not None
-    return PlaneLinear(planes, bias)
+    split = WeightPlanes.split(matrix)
+    assert split is not None
+    return PlaneLinear(split, bias)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -40,17 +41,30 @@ def bits(tensor: Tensor) -> Tensor:
 )
 def test_both_planes_are_the_weights(outs: int, blocks: int, seed: int, scale: int) -> None:
     matrix = (weights(outs, BLOCK * blocks, seed).float() * 2.0**scale).to(torch.bfloat16)
-    planes = WeightPlanes.split(matrix)
-    if planes is None:  # by chance, of small matrices
+    split = WeightPlanes.split(matrix)
+    if split is None:  # by chance, of small matrices
         assert matrix.numel() < 2**14
         return
-    assert torch.equal(bits(planes.expanded(draft=False)), bits(matrix))
-    draft, exact = planes.expanded(draft=True).double(), matrix.double()
+    assert torch.equal(bits(split.expanded(draft=False)), bits(matrix))
+    draft, exact = split.expanded(draft=True).double(), matrix.double()
     least = 2.0**-15 * exact.abs().amax(dim=1, keepdim=True)
     # The middle of 16 numbers, which are 2**-7 of each other apart at most; below `least` anything as small.
     assert bool(((draft - exact).abs() <= exact.abs() / 16 + least).all())
-    assert planes.nbytes < 1.65 * matrix.numel() + 12 * outs + 64
-    assert planes.draft_bytes == matrix.numel() + 2 * outs
+    assert split.nbytes < 1.65 * matrix.numel() + 12 * outs + 64
+    assert split.draft_bytes == matrix.numel() + 2 * outs
+
+
+@pytest.mark.parametrize("outs", [1, 700])
+def test_the_library_splits_as_torch_does(outs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if planes._native_split() is None:
+        pytest.skip("no C++ compiler here")
+    matrix = weights(outs, 2048, outs)
+    native = WeightPlanes.split(matrix)
+    monkeypatch.setattr(planes, "_native_split", lambda: None)
+    reference = WeightPlanes.split(matrix)
+    assert native is not None and reference is not None and len(native.listed)
+    for name, part in vars(reference).items():
+        assert torch.equal(getattr(native, name), part), name
 
 
 def test_what_is_not_split() -> None:

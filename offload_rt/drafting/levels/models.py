@@ -156,6 +156,8 @@ class ModelLevel(Level):
         second = resources.shared.second if self.splits and self.config.offload.group_devices == 2 else None
         if order is not None and second is not None:
             order = order.on_two_devices()
+        if self.of_target:
+            order = model.drafting(order)
         cache: BoundedCache | SplitCache
         if order is not None and order.remote and second is not None:
             cache = self._split_cache(model, resources, order, second)
@@ -164,7 +166,9 @@ class ModelLevel(Level):
         resources.caches.append(cache)
         if self.of_target:
             resources.full.derived.append(cache)
-        orders = [order, order.in_turn()] if order and self.settings.calibrate else [order]
+        orders = [order]
+        if order and self.settings.calibrate and (in_turn := order.in_turn()) != order:
+            orders.append(in_turn)
         # The cache lacks the last token, and where all was accepted perhaps the one before it.
         depth = shape_below.depth
         recurring = range(1, shape_below.size + 3) if depth else sorted({1, 2, shape.per_pass} - {0})

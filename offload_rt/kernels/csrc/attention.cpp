@@ -473,6 +473,7 @@ int64_t offload_rt_sizeof(const char* name) {
         {"Layer", sizeof(Layer<float>)},
         {"LayerCall", sizeof(LayerCall<float>)},
         {"ProductCall", sizeof(ProductCall<float>)},
+        {"Split", sizeof(Split)},
     };
     for (const auto& [known, size] : sizes)
         if (!std::strcmp(known, name)) return int64_t(size);

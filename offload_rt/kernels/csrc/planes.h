@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -90,4 +91,55 @@ template <bool Draft> static void expand_rows(const Planes& planes, int64_t firs
             const auto bits = expanded(k, d);
             std::memcpy(weights + k * ins + d, &bits, sizeof bits);
         }
+}
+
+// A matrix [outs][ins] to be split (`_Split`). `counts` [outs] are those of weights that do not fit.
+struct Split {
+    const BFloat16* weights;
+    int64_t outs, ins, threads;
+    uint8_t *codes, *rests;
+    int16_t* lows;
+    int64_t* counts;
+};
+
+// Returns how far the size of a weight is above the low of its row, or zero below it.
+static inline uint16_t number_of(uint16_t bits, int low) { return uint16_t(std::max((bits & 0x7fff) - low, 0)); }
+
+static void split_row(const Split& split, int64_t row) {
+    const int64_t ins = split.ins;
+    const uint16_t* bits = &(split.weights + row * ins)->bits;
+    uint8_t *codes = split.codes + row * ins, *rests = split.rests + row * ins / 2;
+    uint16_t largest = 0;
+    for (int64_t d = 0; d < ins; ++d) largest = std::max(largest, uint16_t(bits[d] & 0x7fff));
+    const int low = std::max(largest - 2047, 0);
+    int32_t count = 0;
+    for (int64_t d = 0; d < ins; d += PLANE_BLOCK, bits += PLANE_BLOCK, codes += PLANE_BLOCK, rests += PLANE_BLOCK / 2) {
+        uint16_t numbers[PLANE_BLOCK];
+        for (int i = 0; i < PLANE_BLOCK; ++i) {
+            numbers[i] = number_of(bits[i], low);
+            codes[i] = uint8_t(bits[i] >> 8 & 128 | numbers[i] >> 4);
+            count += !numbers[i] && (bits[i] & 0x7fff);
+        }
+        for (int i = 0; i < PLANE_BLOCK / 2; ++i) rests[i] = uint8_t(numbers[i] & 15 | (numbers[i + PLANE_BLOCK / 2] & 15) << 4);
+    }
+    split.lows[row] = int16_t(low);
+    split.counts[row] = count;
+}
+
+extern "C" {
+
+void offload_rt_split(const Split* split) {
+#pragma omp parallel for num_threads(int(split->threads)) schedule(static) if (split->threads > 1)
+    for (int64_t row = 0; row < split->outs; ++row) split_row(*split, row);
+}
+
+// Lists the weights that do not fit, one row after the other, and their columns.
+void offload_rt_list(const Split* split, int32_t* columns, BFloat16* listed) {
+    for (int64_t row = 0; row < split->outs; ++row) {
+        if (!split->counts[row]) continue;
+        const BFloat16* weights = split->weights + row * split->ins;
+        for (int32_t d = 0; d < split->ins; ++d)
+            if ((weights[d].bits & 0x7fff) && !number_of(weights[d].bits, split->lows[row])) *columns++ = d, *listed++ = weights[d];
+    }
+}
 }

@@ -1,0 +1,117 @@
+"""Models whose linear layers are in two planes: drafts read half of each weight (`kernels/planes.py`)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from offload_rt.errors import UsageError
+from offload_rt.kernels.planes import PlaneLinear, WeightPlanes, draft_plane_alone
+from offload_rt.model.dense_layers import hooks_of
+
+TRIAL_BYTES = 2**27
+"""Bytes of the weights of a trial: more than a processor's cache holds."""
+_TRIALS = 6
+_GAIN = 0.85
+"""Time of a draft's products, as a share of those with plain weights, below which weights are split: drafts
+are accepted a little less often."""
+
+
+class SplitWeights:
+    """The linear layers of a model's decoder layers and its head, in planes until `join`.
+
+    Those that cannot be split stay as they are (`WeightPlanes.split`), and so do those whose weights have
+    another use, as a head's that are the embedding, and those with hooks.
+
+    Args:
+        model: a loaded transformers model; what is in planes already is left out.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._places: list[tuple[nn.Module, str, nn.Linear]] = []
+        for owner, name, linear in _linears(model):
+            if (planes := WeightPlanes.split(linear.weight)) is None:
+                continue
+            setattr(owner, name, PlaneLinear(planes, linear.bias))
+            linear.weight.data = linear.weight.new_empty(0)
+            self._places.append((owner, name, linear))
+
+    @torch.inference_mode()
+    def join(self) -> None:
+        """Gives the model its own modules and weights back."""
+        for owner, name, linear in self._places:
+            planes = getattr(owner, name).planes
+            linear.weight.data = planes.expanded(draft=False)
+            setattr(owner, name, linear)
+        self._places.clear()
+
+
+def splits(setting: str, model: PreTrainedModel, name: str, *, drafts: bool) -> bool:
+    """Returns whether the weights of a model are to be split.
+
+    Args:
+        setting: `weights.planes` of a config.
+        drafts: the model drafts for itself.
+
+    Raises:
+        UsageError: `on`, and there is nothing to split.
+    """
+    if setting == "on" and not any(linear.weight.dtype == torch.bfloat16 for *_, linear in _linears(model)):
+        raise UsageError(
+            f"weights.planes = on: {name} has no linear layers with weights in bfloat16; load it with"
+            " --dtype bfloat16 and without --quantize, or leave weights.planes at auto"
+        )
+    return setting == "on" or (setting == "auto" and drafts and _drafts_gain(model))
+
+
+@torch.inference_mode()
+def _drafts_gain(model: PreTrainedModel) -> bool:
+    """Returns whether products by the draft plane take less time, by a trial of some layers of a model."""
+    some = list[nn.Linear]()
+    for _, _, linear in _linears(model):
+        if linear.weight.dtype == torch.bfloat16:
+            some.append(linear)
+        if sum(linear.weight.nbytes for linear in some) >= TRIAL_BYTES:
+            break
+    else:
+        return False  # whatever a cache holds is read fast enough
+    planes = [WeightPlanes.split(linear.weight) for linear in some]
+    drafting = [PlaneLinear(one, None) for one in planes if one is not None]
+    if len(drafting) < len(some):
+        return False
+    inputs = [linear.weight.new_zeros(1, linear.in_features) for linear in some]
+
+    def timed(linears: Sequence[nn.Module]) -> float:
+        start = time.perf_counter()
+        for linear, one in zip(linears, inputs, strict=True):
+            linear(one)
+        if one.is_cuda:
+            torch.cuda.synchronize(one.device)
+        return time.perf_counter() - start
+
+    with draft_plane_alone():
+        times = [(timed(drafting), timed(some)) for _ in range(_TRIALS)][1:]
+    return median(draft / plain for draft, plain in times) < _GAIN
+
+
+def in_planes(model: nn.Module) -> bool:
+    """Returns whether linear layers of a model are in planes."""
+    return any(isinstance(part, PlaneLinear) for part in model.modules())
+
+
+def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Yields the linear layers to be split: their owners, their names there, and themselves."""
+    body: Any = model.model
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    for owner in (*(part for block in body.layers for part in block.modules()), model):
+        for name, linear in [*owner.named_children()]:
+            # A subclass may do more than multiply, and so may hooks.
+            if type(linear) is nn.Linear and uses[id(linear.weight)] == 1 and not any(hooks_of(linear)):
+                yield owner, name, linear
