@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated.gpu import EMULATED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.contexts import ASCII, HOT, NEXT, OTHER, PLACES, SOME, TEXT, Make, check, fresh
@@ -34,12 +35,14 @@ def test_an_append_is_as_good_as_reading_all_at_once(
     # From within a page, by one token, to a page's edge, a page, nothing but the edge behind it, and more
     # than a chunk; in a row, and each after tokens were generated and taken back.
     ends = [20, 21, 32, 48, 49, 150, 151, 160, 230]
+    if EMULATED and device.type == "cuda":
+        ends = [20, 21, 48, 160]  # an emulated GPU is slow
     context, unasked = llm.read(TEXT[: ends[0]]), llm.read(TEXT[: ends[0]])
     for start, end in pairwise(ends):
         context.append(TEXT[start:end])
         unasked.append(TEXT[start:end])
         check(llm, context, TEXT[:end])
-    check(llm, unasked, TEXT)
+    check(llm, unasked, TEXT[: ends[-1]])
 
 
 @pytest.mark.parametrize("config", ["naive", "retrieval", "triforce", "trees"])

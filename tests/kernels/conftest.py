@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.native_kernels import ATTENTION, PROCESSORS, processor_flags
+from support.native_kernels import ATTENTION, PROCESSORS, runs
 
 from offload_rt.kernels import building, dense, native
 from offload_rt.system.memory import cache_folder
@@ -24,9 +24,12 @@ def built() -> dict[str, Path]:
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         return {}
-    flags, build = processor_flags(), native._fingerprint(compiler)
-    runs = [p for p, needed in PROCESSORS.items() if p == "native" or (flags and flags.issuperset(needed))]
-    paths = {processor: cache_folder() / f"test-{build}-{processor}.so" for processor in runs}
+    build = native._fingerprint(compiler)
+    paths = {
+        processor: cache_folder() / f"test-{build}-{processor}.so"
+        for processor in PROCESSORS
+        if runs(processor)
+    }
     missing = [processor for processor, path in paths.items() if not building.intact(path)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda processor: native._build(compiler, paths[processor], processor), missing))

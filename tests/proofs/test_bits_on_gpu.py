@@ -145,7 +145,7 @@ def open_llm(name: str, config: str, overrides: Mapping[str, object] = {}) -> LL
     return LLM.from_models(models[0], models[1], config=config, **options)
 
 
-SETTINGS = settings(derandomize=True, max_examples=12, deadline=None, phases=[Phase.generate])
+SETTINGS = settings(derandomize=True, max_examples=8, deadline=None, phases=[Phase.generate])
 
 
 @SETTINGS

@@ -17,6 +17,14 @@ ATTENTION = [processor for processor in PROCESSORS if processor != "cooperlake"]
 """Those whose attention differs."""
 
 
+def runs(processor: str) -> bool:
+    """Returns whether this machine can play a processor, in another way than those before it."""
+    flags = processor_flags()
+    if processor == "cooperlake" and "avx512_bf16" in flags and "amx_bf16" not in flags:
+        return False  # which the machine itself is
+    return processor == "native" or (bool(flags) and flags.issuperset(PROCESSORS[processor]))
+
+
 def processor_flags() -> set[str]:
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.is_file() else []
