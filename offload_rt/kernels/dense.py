@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,22 +269,12 @@ def _matrix(linear: Linear) -> _Matrix:
     return _Matrix(weight.data_ptr(), bias, linear.out_features, linear.in_features, weight.stride(0))
 
 
-def _plane_product(
-    inputs: Tensor,
-    codes: Tensor,
-    rests: Tensor,
-    lows: Tensor,
-    starts: Tensor,
-    columns: Tensor,
-    listed: Tensor,
-    bias: Tensor | None,
-    draft: bool,
-) -> Tensor:
+def _plane_product(inputs: Tensor, planes: Sequence[Tensor], bias: Tensor | None, draft: bool) -> Tensor:
     """See `operators.plane_product`; for CPUs, where there is the library."""
-    planes = WeightPlanes(codes, rests, lows, starts, columns, listed)
-    linear = PlaneLinear(planes, None if bias is None else nn.Parameter(bias, requires_grad=False))
+    parameter = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    linear = PlaneLinear(WeightPlanes(*planes), parameter)
     if not supports(linear, inputs.dtype):
-        return operators.plane_product(inputs, codes, rests, lows, starts, columns, listed, bias, draft)
+        return operators.plane_product(inputs, planes, bias, draft)
     rows = inputs.reshape(-1, inputs.shape[-1]).contiguous()
     with draft_plane_alone(draft):
         return NativeProduct(linear, None)(rows).view(*inputs.shape[:-1], -1)

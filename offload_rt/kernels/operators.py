@@ -6,7 +6,7 @@ implementation for CPUs and for GPUs without Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -306,30 +306,22 @@ def quantize_chunks_(
         in_slots[2][places] = torch.cat([zero, step], 2)
 
 
-def plane_product(
-    inputs: Tensor,
-    codes: Tensor,
-    rests: Tensor,
-    lows: Tensor,
-    starts: Tensor,
-    columns: Tensor,
-    listed: Tensor,
-    bias: Tensor | None,
-    draft: bool,
-) -> Tensor:
+def plane_product(inputs: Tensor, planes: Sequence[Tensor], bias: Tensor | None, draft: bool) -> Tensor:
     """Multiplies inputs `[…, in]` with weights in two planes; returns `[…, out]`.
 
     Args:
-        codes, rests, lows, starts, columns, listed: see `WeightPlanes`.
+        planes: the parts of `WeightPlanes`.
         bias: `[out]`.
         draft: by the draft plane alone.
     """
-    weight = WeightPlanes(codes, rests, lows, starts, columns, listed).expanded(draft=draft)
+    weight = WeightPlanes(*planes).expanded(draft=draft)
     return torch.nn.functional.linear(inputs, weight, bias)
 
 
-def _shape_of_plane_product(inputs: Tensor, codes: Tensor, *others: Tensor | bool | None) -> Tensor:
-    return inputs.new_empty(*inputs.shape[:-1], len(codes))
+def _shape_of_plane_product(
+    inputs: Tensor, planes: Sequence[Tensor], bias: Tensor | None, draft: bool
+) -> Tensor:
+    return inputs.new_empty(*inputs.shape[:-1], len(planes[0]))
 
 
 _SCHEMAS: dict[Callable[..., Any], str] = {
@@ -350,8 +342,7 @@ _SCHEMAS: dict[Callable[..., Any], str] = {
     " Tensor key_ranges, Tensor(b!) value_codes, Tensor(c!) value_ranges) -> ()",
     add_mass_: "(Tensor(a!) scores, Tensor mass, Tensor reference, Tensor lse, float decay, int period,"
     " int step) -> ()",
-    plane_product: "(Tensor inputs, Tensor codes, Tensor rests, Tensor lows, Tensor starts, Tensor columns,"
-    " Tensor listed, Tensor? bias, bool draft) -> Tensor",
+    plane_product: "(Tensor inputs, Tensor[] planes, Tensor? bias, bool draft) -> Tensor",
 }
 NAMES = [operator.__name__ for operator in _SCHEMAS]
 LIBRARY = torch.library.Library("offload_rt", "DEF")

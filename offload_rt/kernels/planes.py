@@ -163,7 +163,7 @@ class PlaneLinear(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns `[…, out]` of inputs `[…, in]`."""
         product: Tensor = torch.ops.offload_rt.plane_product(
-            inputs, *self.planes.parts, self.bias, reads_draft_plane_alone()
+            inputs, self.planes.parts, self.bias, reads_draft_plane_alone()
         )
         return product
 

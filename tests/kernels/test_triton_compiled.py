@@ -11,6 +11,7 @@ import pkgutil
 import re
 from collections.abc import Callable
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +33,9 @@ from offload_rt.attention.mass import Sample
 from offload_rt.caches.sizes import Tiers
 from offload_rt.engine import engine
 from offload_rt.kernels import operators
+from offload_rt.kernels.planes import WeightPlanes
 from offload_rt.kernels.quantized import QuantizedKV
-from offload_rt.kernels.sizes import GROUP
+from offload_rt.kernels.sizes import GROUP, PASS_ROWS
 from offload_rt.machine import inventory
 
 triton = pytest.importorskip("triton", reason="needs the compiler of Triton, which is not installed")
@@ -44,7 +46,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from offload_rt.kernels import triton_operators, triton_packing  # noqa: E402
+from offload_rt.kernels import triton_operators, triton_packing, triton_planes  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +56,7 @@ MOST_SHARED = 99 * 1024
 """Bytes of shared memory that one block can have on a desktop's GPU."""
 MOST_SPILLED = 32
 """Bytes that a kernel may spill: ptxas does so by itself where more blocks then run at a time."""
-MOST_VARIANTS = 21
+MOST_VARIANTS = 26
 """Of one engine, or of the check; each takes up to a second to compile when a machine runs it first."""
 PAGE = 64  # as many keys as one program takes the attention mass of
 
@@ -171,6 +173,8 @@ def runs() -> dict[str, Run]:
         for name in ("encode", "decode", "take"):
             both = launches.beside(getattr(triton_packing, name), plain_of_pages[name])
             patch.setattr(triton_packing, name, both)
+        both = launches.beside(triton_planes.expanded, lambda planes, draft: planes.expanded(draft=draft))
+        patch.setattr(triton_planes, "expanded", both)
         try:
             launches.variants = found["check"] = {}
             triton_operators.check(backends.TorchCpuBackend().parts, device="cpu")
@@ -180,6 +184,8 @@ def runs() -> dict[str, Run]:
                 launch_what_is_rare(shape)
             launches.variants = found["wide heads"] = {}
             launch_what_is_rare(WIDE)
+            launches.variants = found["weights in planes"] = {}
+            multiply_planes()
             launches.variants = found["without attention mass"] = {}
             for shape in (*SHAPES.values(), WIDE):
                 attend_packed_pages(shape)
@@ -236,6 +242,18 @@ def attend_packed_pages(shape: Shape) -> None:
     for rows in (1, heads // kv_heads * 17):
         queries = torch.zeros(kv_heads, rows, dim, dtype=torch.bfloat16)  # as packed pages are
         triton_operators.attend_packed(queries, packed, PAGE, dim**-0.5, None, None, 1, 1)
+
+
+def multiply_planes() -> None:
+    """Multiplies some rows, and more than one program can have, with weights in two planes, as layers do."""
+    weights = WeightPlanes.split(torch.ones(64, 128, dtype=torch.bfloat16))
+    assert weights is not None
+    bias = torch.zeros(64, dtype=torch.bfloat16)
+    for rows, draft in product((1, 17, PASS_ROWS, 2 * PASS_ROWS), (False, True)):
+        inputs = torch.zeros(rows, 128, dtype=torch.bfloat16)
+        triton_operators.plane_product(inputs, weights.parts, None, draft)
+    for rows in (1, PASS_ROWS):
+        triton_operators.plane_product(inputs[:rows], weights.parts, bias, False)
 
 
 def project_kernels() -> dict[str, Any]:

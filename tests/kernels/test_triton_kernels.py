@@ -31,7 +31,9 @@ from offload_rt.kernels import (  # noqa: E402
     triton_operators,
     triton_packing,
     triton_pages,
+    triton_planes,
 )
+from offload_rt.kernels.planes import BLOCK, WeightPlanes  # noqa: E402
 from offload_rt.kernels.quantize import quantize  # noqa: E402
 from offload_rt.kernels.quantized import QuantizedKV  # noqa: E402
 from offload_rt.kernels.sizes import GROUP  # noqa: E402
@@ -592,3 +594,36 @@ def test_kernels_that_fail_for_one_model_serve_none(monkeypatch: pytest.MonkeyPa
     for shape in ((wrong, 4), (right, 4), ()):
         assert cuda_backends.use_triton(*shape) == failure
     assert len(checked) == 3 and cuda_backends._run_checked(kernel, plain, 1) == 1
+
+
+@settings(WIDE, max_examples=10)
+@given(
+    outs=st.integers(1, 70),
+    blocks=st.integers(1, 4),
+    rows=st.sampled_from([1, 2, 5, 17, 96, 130]),
+    biased=st.booleans(),
+    draft=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_products_with_weights_in_planes(
+    outs: int, blocks: int, rows: int, biased: bool, draft: bool, seed: int
+) -> None:
+    """Inputs that choose one column show its weights, bit by bit, the listed ones too."""
+    draw, ins = Draw(seed), BLOCK * blocks
+    matrix = draw(outs, ins)
+    rare = draw(outs, ins) > 2.9
+    split = WeightPlanes.split((torch.where(rare, 2.0**-20, 1.0) * matrix).to(torch.bfloat16))
+    if split is None:  # too many are rare
+        return
+    weight = split.expanded(draft=draft)
+    bias = draw(outs, dtype=torch.bfloat16) if biased else None
+    inputs = draw(1, rows, ins, dtype=torch.bfloat16)
+    found = triton_operators.plane_product(inputs, split.parts, bias, draft)
+    exact = inputs.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert found.shape == (1, rows, outs)
+    torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-12)
+    assert torch.equal(triton_planes.expanded(split, draft), weight)
+    unit = torch.eye(ins, dtype=torch.bfloat16, device=DEVICE)
+    for some in unit.split(96):
+        columns = triton_operators.plane_product(some, split.parts, None, draft)
+        assert torch.equal(columns, some @ weight.T)

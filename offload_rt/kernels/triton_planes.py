@@ -1,0 +1,140 @@
+"""Triton kernels for products with weights in two planes (`planes.py`).
+
+A program of `_plane_product` computes some outputs of all rows, and expands its weights in registers, a block
+of columns at a time. The two halves of a block are taken apart, as they share bytes of the rest plane. Listed
+weights, which it has taken for zero, are added at the end. More rows than `MOST_ROWS` are multiplied with
+weights that `_expand` has written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from offload_rt.kernels import planes
+from offload_rt.kernels.planes import WeightPlanes
+from offload_rt.kernels.triton_kernels import MIN_ROWS
+
+OUTPUTS = 32
+MOST_ROWS = 128
+HALF: Any = tl.constexpr(planes.BLOCK // 2)
+
+
+# fmt: off
+@triton.jit
+def _weights(code, rest, low, DRAFT: tl.constexpr):
+    """Returns weights of which `code` is in the draft plane and `rest` in the rest plane."""
+    code = code.to(tl.int32)
+    sign, number = (code & 128) << 8, (code & 127) << 4
+    if DRAFT:
+        bits = sign | (number + low + 8)
+    else:
+        number |= rest
+        bits = sign | tl.where(number != 0, number + low, 0)
+    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _rests(rests, output, block, ins, within, DRAFT: tl.constexpr):
+    """Loads the rests of a block of columns, `[OUTPUTS, HALF]`."""
+    if DRAFT:
+        return tl.zeros([output.shape[0], HALF], tl.int32)
+    at = rests + output[:, None].to(tl.int64) * (ins // 2) + block * HALF + tl.arange(0, HALF)[None, :]
+    return tl.load(at, mask=within[:, None], other=0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _plane_product(
+    inputs, codes, rests, lows, starts, columns, listed, bias, out,
+    rows, outs, ins,
+    DRAFT: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+):
+    output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    within, seen = output < outs, row < rows
+    low = tl.load(lows + output, mask=within, other=0).to(tl.int32)[:, None]
+    column = tl.arange(0, HALF)
+    code_at = codes + output[:, None].to(tl.int64) * ins + column[None, :]
+    input_at = inputs + row[:, None].to(tl.int64) * ins + column[None, :]
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for block in range(ins // (2 * HALF)):
+        rest = _rests(rests, output, block, ins, within, DRAFT)
+        first = tl.load(code_at, mask=within[:, None], other=0)
+        second = tl.load(code_at + HALF, mask=within[:, None], other=0)
+        given = tl.load(input_at, mask=seen[:, None], other=0.0)
+        total = tl.dot(given, tl.trans(_weights(first, rest & 15, low, DRAFT)), total)
+        given = tl.load(input_at + HALF, mask=seen[:, None], other=0.0)
+        total = tl.dot(given, tl.trans(_weights(second, rest >> 4, low, DRAFT)), total)
+        code_at += 2 * HALF
+        input_at += 2 * HALF
+    if not DRAFT:
+        start = tl.load(starts + output, mask=within, other=0)
+        end = tl.load(starts + output + 1, mask=within, other=0)
+        for number in range(tl.max(end - start)):
+            there = start + number < end
+            place = tl.load(columns + start + number, mask=there, other=0)
+            weight = tl.load(listed + start + number, mask=there, other=0.0).to(tl.float32)
+            mask = seen[:, None] & there[None, :]
+            given = tl.load(inputs + row[:, None].to(tl.int64) * ins + place[None, :], mask=mask, other=0.0)
+            total += given.to(tl.float32) * weight[None, :]
+    if BIASED:
+        total += tl.load(bias + output, mask=within, other=0.0).to(tl.float32)[None, :]
+    result_at = out + row[:, None].to(tl.int64) * outs + output[None, :]
+    tl.store(result_at, total.to(tl.bfloat16), mask=seen[:, None] & within[None, :])
+
+
+@triton.jit
+def _expand(codes, rests, lows, out, outs, ins, DRAFT: tl.constexpr, OUTPUTS: tl.constexpr):
+    output, block = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1)
+    within = output < outs
+    low = tl.load(lows + output, mask=within, other=0).to(tl.int32)[:, None]
+    place = output[:, None].to(tl.int64) * ins + block * 2 * HALF + tl.arange(0, HALF)[None, :]
+    rest = _rests(rests, output, block, ins, within, DRAFT)
+    first = tl.load(codes + place, mask=within[:, None], other=0)
+    second = tl.load(codes + place + HALF, mask=within[:, None], other=0)
+    tl.store(out + place, _weights(first, rest & 15, low, DRAFT), mask=within[:, None])
+    tl.store(out + place + HALF, _weights(second, rest >> 4, low, DRAFT), mask=within[:, None])
+
+
+@triton.jit
+def _put_listed(starts, columns, listed, out, outs, ins, OUTPUTS: tl.constexpr):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    within = output < outs
+    start = tl.load(starts + output, mask=within, other=0)
+    end = tl.load(starts + output + 1, mask=within, other=0)
+    for number in range(tl.max(end - start)):
+        there = start + number < end
+        place = tl.load(columns + start + number, mask=there, other=0)
+        weight = tl.load(listed + start + number, mask=there, other=0.0)
+        tl.store(out + output.to(tl.int64) * ins + place, weight, mask=there)
+# fmt: on
+
+
+def product(inputs: Tensor, given: WeightPlanes, bias: Tensor | None, draft: bool) -> Tensor:
+    """Returns `[rows, out]` of inputs `[rows, in]`, at most `MOST_ROWS`, contiguous."""
+    (rows, ins), outs = inputs.shape, len(given.codes)
+    out = inputs.new_empty(rows, outs)
+    _plane_product[(triton.cdiv(outs, OUTPUTS),)](
+        *(inputs, *given.parts, given.listed if bias is None else bias, out, rows, outs, ins),
+        DRAFT=draft,
+        BIASED=bias is not None,
+        ROWS=max(MIN_ROWS, triton.next_power_of_2(rows)),
+        OUTPUTS=OUTPUTS,
+    )
+    return out
+
+
+def expanded(given: WeightPlanes, draft: bool) -> Tensor:
+    """Does `WeightPlanes.expanded`."""
+    outs, ins = given.shape
+    out = torch.empty(outs, ins, dtype=torch.bfloat16, device=given.codes.device)
+    programs = triton.cdiv(outs, OUTPUTS)
+    planes_read = given.codes, given.rests, given.lows
+    _expand[(programs, ins // planes.BLOCK)](*planes_read, out, outs, ins, DRAFT=draft, OUTPUTS=OUTPUTS)
+    if not draft:
+        lists = given.starts, given.columns, given.listed
+        _put_listed[(programs,)](*lists, out, outs, ins, OUTPUTS=OUTPUTS)
+    return out
