@@ -44,8 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
         # One finds what depends on the pass before it; a second is for CUDA's libraries.
         CudaCapture.WARM_UP = 1
-        # Plans ask for the rates of a machine that has not been measured yet, which takes minutes in the sizes
-        # for a real GPU.
+        # Plans ask for the rates of a machine that has not been measured yet, which takes minutes in the
+        # sizes for a real GPU.
         measuring.GPU_PRODUCT, measuring.GPU_QUANTIZED = (256, 256), (256, 1)
         measuring.MEMORY_BYTES = measuring.ATTENTION_BYTES = measuring.COPY_BYTES = 2**24
         measuring.LAYERS = measuring.REPEATS = 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from cpu_kv.sizes import dtype_name
-from offload_rt.kernels import operators
 from offload_rt.kernels.native import Kernel, load_kernel
-from offload_rt.kernels.planes import PlaneLinear, WeightPlanes, draft_plane_alone, reads_draft_plane_alone
+from offload_rt.kernels.planes import PlaneLinear, reads_draft_plane_alone
 
 TILED_BYTES = 2**20
 """Layers and heads of at most so many bytes of weights use vectors even where there are tiles (AMX): it takes
@@ -267,17 +265,3 @@ def _matrix(linear: Linear) -> _Matrix:
         return _Matrix(None, bias, outs, ins, ins, ctypes.pointer(_Planes(*parts)))
     weight = linear.weight
     return _Matrix(weight.data_ptr(), bias, linear.out_features, linear.in_features, weight.stride(0))
-
-
-def _plane_product(inputs: Tensor, planes: Sequence[Tensor], bias: Tensor | None, draft: bool) -> Tensor:
-    """See `operators.plane_product`; for CPUs, where there is the library."""
-    parameter = None if bias is None else nn.Parameter(bias, requires_grad=False)
-    linear = PlaneLinear(WeightPlanes(*planes), parameter)
-    if not supports(linear, inputs.dtype):
-        return operators.plane_product(inputs, planes, bias, draft)
-    rows = inputs.reshape(-1, inputs.shape[-1]).contiguous()
-    with draft_plane_alone(draft):
-        return NativeProduct(linear, None)(rows).view(*inputs.shape[:-1], -1)
-
-
-operators.LIBRARY.impl("plane_product", _plane_product, "CPU")

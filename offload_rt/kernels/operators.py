@@ -1,4 +1,4 @@
-"""Operators registered as `torch.ops.offload_rt`: around attention, and products with weights in two planes.
+"""Operators around attention, registered as `torch.ops.offload_rt`: merging partial results, attention mass.
 
 The functions of this module are their plain form: the reference for the Triton kernels, and the
 implementation for CPUs and for GPUs without Triton.
@@ -6,14 +6,13 @@ implementation for CPUs and for GPUs without Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpu_kv.packed import PackedShape, PageCodec
-from offload_rt.kernels.planes import WeightPlanes
 from offload_rt.kernels.quantized import QuantizedLayer, bytes_of, codes_of, encoded
 from offload_rt.kernels.sizes import GROUP
 
@@ -306,24 +305,6 @@ def quantize_chunks_(
         in_slots[2][places] = torch.cat([zero, step], 2)
 
 
-def plane_product(inputs: Tensor, planes: Sequence[Tensor], bias: Tensor | None, draft: bool) -> Tensor:
-    """Multiplies inputs `[…, in]` with weights in two planes; returns `[…, out]`.
-
-    Args:
-        planes: the parts of `WeightPlanes`.
-        bias: `[out]`.
-        draft: by the draft plane alone.
-    """
-    weight = WeightPlanes(*planes).expanded(draft=draft)
-    return torch.nn.functional.linear(inputs, weight, bias)
-
-
-def _shape_of_plane_product(
-    inputs: Tensor, planes: Sequence[Tensor], bias: Tensor | None, draft: bool
-) -> Tensor:
-    return inputs.new_empty(*inputs.shape[:-1], len(planes[0]))
-
-
 _SCHEMAS: dict[Callable[..., Any], str] = {
     combine: "(Tensor parts, Tensor lses, Tensor? out, Tensor? lse) -> (Tensor, Tensor)",
     chunk_mass_: "(Tensor(a!) mass, Tensor queries, Tensor keys, Tensor reference, float scale,"
@@ -342,11 +323,9 @@ _SCHEMAS: dict[Callable[..., Any], str] = {
     " Tensor key_ranges, Tensor(b!) value_codes, Tensor(c!) value_ranges) -> ()",
     add_mass_: "(Tensor(a!) scores, Tensor mass, Tensor reference, Tensor lse, float decay, int period,"
     " int step) -> ()",
-    plane_product: "(Tensor inputs, Tensor[] planes, Tensor? bias, bool draft) -> Tensor",
 }
 NAMES = [operator.__name__ for operator in _SCHEMAS]
 LIBRARY = torch.library.Library("offload_rt", "DEF")
 for _operator, _schema in _SCHEMAS.items():
     LIBRARY.define(_operator.__name__ + _schema)
     LIBRARY.impl(_operator.__name__, _operator, "CompositeExplicitAutograd")
-LIBRARY.impl("plane_product", _shape_of_plane_product, "Meta")  # how many are listed depends on values

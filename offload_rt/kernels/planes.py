@@ -128,7 +128,7 @@ class WeightPlanes:
 
 
 class PlaneLinear(nn.Module):
-    """A linear layer whose weights are in two planes; its product is an operator of `operators.py`.
+    """A linear layer whose weights are in two planes; its product is an operator, see `plane_products.py`.
 
     Attributes:
         planes: the weights.

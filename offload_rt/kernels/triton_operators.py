@@ -7,7 +7,7 @@ module raises ImportError where Triton is not installed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from cpu_kv import KVLayout
 from cpu_kv.packed import PackedShape, PageCodec
-from offload_rt.kernels import operators, triton_packing, triton_pages, triton_planes
-from offload_rt.kernels.planes import WeightPlanes
+from offload_rt.kernels import operators, triton_packing, triton_pages
 from offload_rt.kernels.quantized import SPARE_RANGE, QuantizedKV, QuantizedLayer
 from offload_rt.kernels.sizes import GROUP, TILE
 from offload_rt.kernels.triton_kernels import (
@@ -258,19 +257,6 @@ def quantize_chunks_(
     return None
 
 
-def plane_product(inputs: Tensor, planes: Sequence[Tensor], bias: Tensor | None, draft: bool) -> Tensor:
-    """See `operators.plane_product`."""
-    if inputs.dtype != torch.bfloat16:
-        return operators.plane_product(inputs, planes, bias, draft)
-    weights, rows = WeightPlanes(*planes), inputs.reshape(-1, inputs.shape[-1]).contiguous()
-    with _on_device_of(inputs):
-        if len(rows) <= triton_planes.MOST_ROWS:
-            result = triton_planes.product(rows, weights, bias, draft)
-        else:
-            result = torch.nn.functional.linear(rows, triton_planes.expanded(weights, draft), bias)
-    return result.view(*inputs.shape[:-1], -1)
-
-
 def _takes(layer: QuantizedLayer, *rows: Tensor) -> bool:
     """Returns whether the kernels support a layer of codes, and rows `[…, head_dim]` beside them."""
     ranges = layer.key_ranges[0].is_contiguous() and layer.value_ranges[0].is_contiguous()
@@ -374,27 +360,10 @@ def check(attend: Attend, layout: KVLayout = SMALL, group: int = 2, device: str 
             merged = combine(*attend_quantized(queries, *kv, seen, dim**-0.5))
             exact = operators.attend_quantized(queries.float(), *kv, seen, dim**-0.5)
             close(merged, operators.combine(*exact))
-    _check_planes(device)
     bits16 = replace(layout, dtype=torch.bfloat16)
     if bits16.packable:
         pages16 = draw(2, 2, heads, tokens, dim, dtype=torch.bfloat16)
         _check_pages(attend, bits16.packed_shape, pages16, queries.bfloat16())
-
-
-def _check_planes(device: str) -> None:
-    """Compares weights in two planes with the plain form, bit by bit, and products with them with float64."""
-    generator = torch.Generator(device).manual_seed(1)
-    weight = torch.randn(80, 256, generator=generator, device=device)
-    weight[::7, ::50] *= 2.0**-24  # to be listed
-    planes = WeightPlanes.split(weight.to(torch.bfloat16))
-    assert planes is not None
-    for draft in (False, True):
-        plain = planes.expanded(draft=draft)
-        if not torch.equal(triton_planes.expanded(planes, draft), plain):
-            raise RuntimeError("a kernel expands weights in two planes to others")
-        inputs = torch.randn(5, 256, generator=generator, device=device).to(torch.bfloat16)
-        found = plane_product(inputs, planes.parts, None, draft)
-        close([found.double() / 16], [inputs.double() @ plain.double().T / 16])
 
 
 def _small_tree(count: int, page_size: int, device: str) -> tuple[int, Tensor, Tensor]:

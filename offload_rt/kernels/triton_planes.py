@@ -8,6 +8,8 @@ weights that `_expand` has written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,13 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload_rt.kernels import planes
-from offload_rt.kernels.planes import WeightPlanes
+from offload_rt.kernels.planes import BLOCK, WeightPlanes
 from offload_rt.kernels.triton_kernels import MIN_ROWS
+from offload_rt.kernels.triton_operators import close
 
 OUTPUTS = 32
 MOST_ROWS = 128
-HALF: Any = tl.constexpr(planes.BLOCK // 2)
+HALF: Any = tl.constexpr(BLOCK // 2)
 
 
 # fmt: off
@@ -113,28 +115,61 @@ def _put_listed(starts, columns, listed, out, outs, ins, OUTPUTS: tl.constexpr):
 # fmt: on
 
 
-def product(inputs: Tensor, given: WeightPlanes, bias: Tensor | None, draft: bool) -> Tensor:
-    """Returns `[rows, out]` of inputs `[rows, in]`, at most `MOST_ROWS`, contiguous."""
-    (rows, ins), outs = inputs.shape, len(given.codes)
-    out = inputs.new_empty(rows, outs)
+def plane_product(inputs: Tensor, planes: Sequence[Tensor], bias: Tensor | None, draft: bool) -> Tensor:
+    """See `plane_products.plane_product`."""
+    weights, rows = WeightPlanes(*planes), inputs.reshape(-1, inputs.shape[-1]).contiguous()
+    # Triton launches on the current device, which need not be the tensor's; its interpreter needs none.
+    with torch.cuda.device(inputs.device) if inputs.is_cuda else nullcontext():
+        if inputs.dtype != torch.bfloat16 or len(rows) > MOST_ROWS:
+            result = torch.nn.functional.linear(rows, expanded(weights, draft).to(inputs.dtype), bias)
+        else:
+            result = _product(rows, weights, bias, draft)
+    return result.view(*inputs.shape[:-1], -1)
+
+
+def _product(rows: Tensor, weights: WeightPlanes, bias: Tensor | None, draft: bool) -> Tensor:
+    (count, ins), outs = rows.shape, len(weights.codes)
+    out = rows.new_empty(count, outs)
     _plane_product[(triton.cdiv(outs, OUTPUTS),)](
-        *(inputs, *given.parts, given.listed if bias is None else bias, out, rows, outs, ins),
+        *(rows, *weights.parts, weights.listed if bias is None else bias, out, count, outs, ins),
         DRAFT=draft,
         BIASED=bias is not None,
-        ROWS=max(MIN_ROWS, triton.next_power_of_2(rows)),
+        ROWS=max(MIN_ROWS, triton.next_power_of_2(count)),
         OUTPUTS=OUTPUTS,
     )
     return out
 
 
-def expanded(given: WeightPlanes, draft: bool) -> Tensor:
+def expanded(weights: WeightPlanes, draft: bool) -> Tensor:
     """Does `WeightPlanes.expanded`."""
-    outs, ins = given.shape
-    out = torch.empty(outs, ins, dtype=torch.bfloat16, device=given.codes.device)
-    programs = triton.cdiv(outs, OUTPUTS)
-    planes_read = given.codes, given.rests, given.lows
-    _expand[(programs, ins // planes.BLOCK)](*planes_read, out, outs, ins, DRAFT=draft, OUTPUTS=OUTPUTS)
+    outs, ins = weights.shape
+    out = torch.empty(outs, ins, dtype=torch.bfloat16, device=weights.codes.device)
+    programs, read = triton.cdiv(outs, OUTPUTS), (weights.codes, weights.rests, weights.lows)
+    _expand[(programs, ins // BLOCK)](*read, out, outs, ins, DRAFT=draft, OUTPUTS=OUTPUTS)
     if not draft:
-        lists = given.starts, given.columns, given.listed
+        lists = weights.starts, weights.columns, weights.listed
         _put_listed[(programs,)](*lists, out, outs, ins, OUTPUTS=OUTPUTS)
     return out
+
+
+def check(device: str) -> None:
+    """Compares the kernels with their plain form, weights bit by bit.
+
+    Raises:
+        RuntimeError: a kernel computes something else. Triton's own errors pass through where it cannot
+            compile.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.randn(80, 256, generator=generator, device=device)
+    weight[::7, ::50] *= 2.0**-24  # to be listed
+    planes = WeightPlanes.split(weight.to(torch.bfloat16))
+    assert planes is not None
+    for draft in (False, True):
+        plain = planes.expanded(draft=draft)
+        if not torch.equal(expanded(planes, draft), plain):
+            raise RuntimeError("a kernel expands weights in two planes to others")
+        for count in (2, MOST_ROWS):
+            rows = torch.randn(count, 256, generator=generator, device=device).to(torch.bfloat16)
+            close(
+                [plane_product(rows, planes.parts, None, draft).double()], [rows.double() @ plain.double().T]
+            )

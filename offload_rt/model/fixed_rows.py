@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.local import NO_LOCAL_STATE
+from offload_rt.kernels.plane_products import OPERATOR
 from offload_rt.kernels.sizes import PASS_ROWS
 from offload_rt.model.attention_hook import AttentionPass, LocalPass
 from offload_rt.system.device_copies import selection
@@ -101,7 +102,7 @@ class _OwnValues:
         return values.repeat_interleave(len(queries) // len(values), dim=0)
 
 
-_OVER_ROWS = (torch.nn.functional.linear, torch.Tensor.mean, torch.mean)
+_OVER_ROWS = (torch.nn.functional.linear, OPERATOR, torch.Tensor.mean, torch.mean)
 """The operations of dense layers (`dense_layers._Reference`) that sum."""
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from offload_rt.errors import UsageError
+from offload_rt.kernels import plane_products
 from offload_rt.kernels.planes import PlaneLinear, WeightPlanes, draft_plane_alone
 from offload_rt.model.dense_layers import hooks_of
 
@@ -63,12 +64,20 @@ def splits(setting: str, model: PreTrainedModel, name: str, *, drafts: bool) -> 
     Raises:
         UsageError: `on`, and there is nothing to split.
     """
-    if setting == "on" and not any(linear.weight.dtype == torch.bfloat16 for *_, linear in _linears(model)):
+    if setting == "off" or (setting == "auto" and not drafts):
+        return False
+    some = any(linear.weight.dtype == torch.bfloat16 for *_, linear in _linears(model))
+    fault = plane_products.use_triton() if some and model.device.type == "cuda" else None
+    if setting == "auto":
+        return some and fault is None and _drafts_gain(model)
+    if not some:
         raise UsageError(
             f"weights.planes = on: {name} has no linear layers with weights in bfloat16; load it with"
             " --dtype bfloat16 and without --quantize, or leave weights.planes at auto"
         )
-    return setting == "on" or (setting == "auto" and drafts and _drafts_gain(model))
+    if fault is not None:
+        raise UsageError(f"weights.planes = on: its kernels do not run here: {fault}; set it to auto or off")
+    return True
 
 
 @torch.inference_mode()

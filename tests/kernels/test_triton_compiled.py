@@ -56,7 +56,7 @@ MOST_SHARED = 99 * 1024
 """Bytes of shared memory that one block can have on a desktop's GPU."""
 MOST_SPILLED = 32
 """Bytes that a kernel may spill: ptxas does so by itself where more blocks then run at a time."""
-MOST_VARIANTS = 26
+MOST_VARIANTS = 21
 """Of one engine, or of the check; each takes up to a second to compile when a machine runs it first."""
 PAGE = 64  # as many keys as one program takes the attention mass of
 
@@ -173,8 +173,6 @@ def runs() -> dict[str, Run]:
         for name in ("encode", "decode", "take"):
             both = launches.beside(getattr(triton_packing, name), plain_of_pages[name])
             patch.setattr(triton_packing, name, both)
-        both = launches.beside(triton_planes.expanded, lambda planes, draft: planes.expanded(draft=draft))
-        patch.setattr(triton_planes, "expanded", both)
         try:
             launches.variants = found["check"] = {}
             triton_operators.check(backends.TorchCpuBackend().parts, device="cpu")
@@ -251,9 +249,9 @@ def multiply_planes() -> None:
     bias = torch.zeros(64, dtype=torch.bfloat16)
     for rows, draft in product((1, 17, PASS_ROWS, 2 * PASS_ROWS), (False, True)):
         inputs = torch.zeros(rows, 128, dtype=torch.bfloat16)
-        triton_operators.plane_product(inputs, weights.parts, None, draft)
+        triton_planes.plane_product(inputs, weights.parts, None, draft)
     for rows in (1, PASS_ROWS):
-        triton_operators.plane_product(inputs[:rows], weights.parts, bias, False)
+        triton_planes.plane_product(inputs[:rows], weights.parts, bias, False)
 
 
 def project_kernels() -> dict[str, Any]:

@@ -618,12 +618,23 @@ def test_products_with_weights_in_planes(
     weight = split.expanded(draft=draft)
     bias = draw(outs, dtype=torch.bfloat16) if biased else None
     inputs = draw(1, rows, ins, dtype=torch.bfloat16)
-    found = triton_operators.plane_product(inputs, split.parts, bias, draft)
+    found = triton_planes.plane_product(inputs, split.parts, bias, draft)
     exact = inputs.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert found.shape == (1, rows, outs)
     torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-12)
     assert torch.equal(triton_planes.expanded(split, draft), weight)
     unit = torch.eye(ins, dtype=torch.bfloat16, device=DEVICE)
     for some in unit.split(96):
-        columns = triton_operators.plane_product(some, split.parts, None, draft)
+        columns = triton_planes.plane_product(some, split.parts, None, draft)
         assert torch.equal(columns, some @ weight.T)
+
+
+def test_the_check_of_planes_finds_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_planes.check(DEVICE)
+    right, product = triton_planes.expanded, triton_planes._product
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="differs from its plain form"):
+        patch.setattr(triton_planes, "_product", lambda *given: 1.1 * product(*given))
+        triton_planes.check(DEVICE)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="expands weights .* to others"):
+        patch.setattr(triton_planes, "expanded", lambda *given: right(*given).neg_())
+        triton_planes.check(DEVICE)

@@ -10,6 +10,7 @@ import torch
 from support.tiny_models import tiny_target, to
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload_rt.kernels.plane_products import OPERATOR
 from offload_rt.kernels.sizes import PASS_ROWS
 from offload_rt.model import fixed_rows
 from offload_rt.model.fixed_rows import compute_in_fixed_rows, rows_are_alike
@@ -26,24 +27,26 @@ class Sums(TorchDispatchMode):
         self.rows = list[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (ATEN.linear.default, ATEN.mean.dim):
+        if func in (ATEN.linear.default, OPERATOR.default, ATEN.mean.dim):
             self.rows.append(args[0].shape[1])
         assert func not in (ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default) or len(args[-1]) == 1
         return func(*args, **kwargs or {})
 
 
-def in_torch(arch: str, dtype: torch.dtype = torch.float32) -> CausalModel:
+def in_torch(arch: str, dtype: torch.dtype = torch.float32, *, planes: bool = False) -> CausalModel:
     """A model whose layers run in torch, as on a GPU."""
-    model = CausalModel(to(tiny_target(arch), dtype), "a model")
+    model = CausalModel(to(tiny_target(arch), dtype), "a model", planes=planes)
     model._steps, model._head = list(model._blocks), model._own_head
     return model
 
 
 @pytest.mark.parametrize("count", [1, 17, PASS_ROWS, PASS_ROWS + 1, 200])
-@pytest.mark.parametrize("arch", ["llama-gqa", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ["llama-gqa", "qwen2", "qwen3", "qwen3 in planes"])
 @torch.inference_mode()
 def test_every_sum_is_over_as_many_rows(arch: str, count: int) -> None:
-    model, ids = in_torch(arch), torch.arange(count) % 100
+    arch, _, planes = arch.partition(" ")
+    model = in_torch(arch, torch.bfloat16 if planes else torch.float32, planes=bool(planes))
+    ids = torch.arange(count) % 100
     with Sums() as sums:
         logits, hidden = compute_in_fixed_rows(model, fixed_rows._OwnValues(), ids, ids, range(count), {})
     assert len(logits) == len(hidden) == count
@@ -60,9 +63,11 @@ def test_rows_are_those_asked_for() -> None:
         assert all(torch.equal(one, other[rows]) for one, other in zip(some, every, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_are_alike_in_passes_of_fixed_rows(dtype: torch.dtype) -> None:
-    assert rows_are_alike(in_torch("qwen3", dtype))
+@pytest.mark.parametrize(
+    ("dtype", "planes"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_tokens_are_alike_in_passes_of_fixed_rows(dtype: torch.dtype, planes: bool) -> None:
+    assert rows_are_alike(in_torch("qwen3", dtype, planes=planes))
 
 
 def test_the_check_computes_no_more_than_a_model_can() -> None:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from emulated.gpu import EMULATED
 from safetensors.torch import load_file
-from support.tiny_models import tiny_target
+from support.small_engine import ON_CUDA, engine_overrides, link_to
+from support.tiny_models import tiny_target, to
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams, UsageError
+from offload_rt.kernels import plane_products
 from offload_rt.kernels.planes import PlaneLinear
 from offload_rt.model import plane_weights
 from offload_rt.model.decoder import NotANumber
@@ -149,3 +152,20 @@ def test_a_trial_decides(seconds: float, gains: bool, monkeypatch: pytest.Monkey
     assert not splits("auto", target, "tiny", drafts=False)
     assert not splits("off", target, "tiny", drafts=True)
     assert splits("on", target, "tiny", drafts=False)
+
+
+@ON_CUDA
+def test_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of drafts are not those of verifications; verified tokens are those of plain decoding."""
+    if EMULATED:  # which runs no Triton kernels
+        monkeypatch.setattr(plane_products, "use_triton", lambda: None)
+    target, found = to(model_of("llama-gqa"), device), []
+    for config in ("plain", "retrieval"):
+        given = engine_overrides() | {"weights.planes": "on"}
+        with LLM.from_models(target, config=config, overrides=given, link=link_to(device)) as llm:
+            order = llm.engine.target.drafting(None)
+            assert order is not None and order.draft_plane
+            found.append(llm.generate(PROMPT, SamplingParams(max_tokens=12)))
+    assert found[0].tokens == found[1].tokens
+    assert found[1].timings.accepted_tokens > 0
+    assert not in_planes(target)
