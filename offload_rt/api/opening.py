@@ -30,7 +30,7 @@ from offload_rt.model.named_shapes import find_shape
 from offload_rt.model.plane_weights import splits
 from offload_rt.model.quantized_checkpoints import installed_quantization, refuse_dependent_rows
 from offload_rt.model.rope import Yarn
-from offload_rt.model.runner import open_runner
+from offload_rt.model.runner import CausalModel, open_runner
 from offload_rt.model.shape import ModelShape
 from offload_rt.planning.local_plans import choose_draft
 from offload_rt.planning.planner import Plan, ranked, requests_for
@@ -74,21 +74,24 @@ class Opened:
         vocabulary = getattr(self.target[0].config.get_text_config(), "vocab_size", None)
         check_files(self.configs, self.tokenizer, vocabulary)
         with ExitStack() as refused:
-            models = []
+            models, planes = list[CausalModel](), self._splits_weights()
             for model_and_name in (self.target, self.draft) if self.draft is not None else (self.target,):
                 refuse_dependent_rows(*model_and_name)
-                planes = model_and_name is self.target and self._splits_weights()
-                models.append(open_runner(*model_and_name, on_notice, planes=planes))
+                split = planes and model_and_name is self.target
+                models.append(open_runner(*model_and_name, on_notice, planes=split))
                 refused.callback(models[-1].restore)
             small = models[1] if self.draft is not None else None
-            engine = Engine(models[0], small, self.configs, link, on_progress, on_notice, self.other_links)
+            configs = [config.having("weights.planes", "on" if planes else "off") for config in self.configs]
+            engine = Engine(models[0], small, configs, link, on_progress, on_notice, self.other_links)
             refused.pop_all()
         return engine
 
     def _splits_weights(self) -> bool:
-        """Returns whether the target's weights are to be in two planes, of which drafts read one."""
-        drafts = any(level.of_target for config in self.configs for level in used_levels(config))
-        return splits(self.configs[0].weights.planes, *self.target, drafts=drafts)
+        """Returns whether the target's weights are to be in two planes."""
+        gain = any(level.of_target for config in self.configs for level in used_levels(config))
+        if self.plan is not None:
+            gain = self.plan.request.target.planes
+        return splits(self.configs[0].weights.planes, *self.target, gain=gain)
 
 
 def open_models(
@@ -139,8 +142,13 @@ def open_models(
             on_plan(plan)
     mlps = plan.memory.remote_mlps if plan is not None else 0
     remote_mlps = (other_devices[0], mlps) if mlps else None
+    planes = configs[0].weights.planes == "on"  # otherwise that is known once they are loaded
     target = load_model(
-        source, place, torch_dtype, on_progress, remote_mlps=remote_mlps, rope=rope, quantize=quantize
+        *(source, place, torch_dtype, on_progress),
+        remote_mlps=remote_mlps,
+        rope=rope,
+        quantize=quantize,
+        planes=planes,
     )
     small = None
     if small_source is not None:

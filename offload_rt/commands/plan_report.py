@@ -69,6 +69,7 @@ def _model(shape: ModelShape) -> dict[str, object]:
         "name": shape.name,
         "dtype": dtype,
         "quantization": quantization,
+        "planes": shape.planes,
         "positions": shape.max_positions,
     }
 
@@ -108,6 +109,8 @@ def _subject(planned: Plan) -> str:
     dtype = str(request.target.dtype)
     if request.target.quantized and request.target.quantization is not None:
         dtype += f" with {request.target.quantization.name} weights"
+    if request.target.planes:
+        dtype += " in two planes"
     new = f"prompt of {request.context:,} tokens, {request.new_tokens:,} new"
     return f"plan       {request.target.name}{draft} in {dtype}, {new}; config {request.config.name}"
 

@@ -13,6 +13,7 @@ from offload_rt.caches.layer_kinds import LayerKind
 from offload_rt.config.settings import NO_QUANTIZATION
 from offload_rt.errors import UsageError, first_line
 from offload_rt.model.layer_kinds import layer_kinds
+from offload_rt.model.plane_weights import in_planes
 from offload_rt.model.quantization import WITH_EXPERTS
 from offload_rt.model.quantized_checkpoints import (
     NUMBERS_OF_EXPERTS,
@@ -92,7 +93,7 @@ def shape_of(
         UsageError: a quantisation that the runtime does not support.
     """
     quantization = stated_quantization(model.config, name, quantize)
-    if quantization is not None and model.device.type != "meta":
+    if (quantization is not None or in_planes(model)) and model.device.type != "meta":
         model = _without_memory(model.config)
     text = model.config.get_text_config()
     heads: int = getattr(text, "num_attention_heads", None) or 1

@@ -30,6 +30,7 @@ from offload_rt.model.checkpoint_config import model_config
 from offload_rt.model.generation import load_generation_config
 from offload_rt.model.host_embedding import move_to_host
 from offload_rt.model.hub import located
+from offload_rt.model.plane_weights import SplitWeights
 from offload_rt.model.processor_template import processor_template
 from offload_rt.model.quantization import Quantization
 from offload_rt.model.quantized_checkpoints import (
@@ -115,6 +116,8 @@ def load_model(
     remote_mlps: tuple[torch.device, int] | None = None,
     rope: Yarn | None = None,
     quantize: str = NO_QUANTIZATION,
+    *,
+    planes: bool = False,
 ) -> PreTrainedModel:
     """Loads a model from a local folder or a hub ID onto `device`.
 
@@ -124,6 +127,7 @@ def load_model(
         remote_mlps: another GPU, and the number of MLP blocks that it holds.
         rope: scaling of the rotary frequencies beyond what the config says.
         quantize: nf4 or int8 quantises the weights of a checkpoint in floating point as they are read.
+        planes: its linear layers are brought to `device` in two planes, see `SplitWeights`.
 
     Raises:
         UsageError: no config, no weights, a corrupt or truncated file, an unknown architecture, or a
@@ -143,6 +147,8 @@ def load_model(
     check_sizes(model, name)
     if quantization is not None:
         cast_others(quantization, model, dtype)
+    if planes:
+        SplitWeights(model)
     gib = stored_bytes(model) / GIB
     move_to_host(model, device)
     try:

@@ -54,19 +54,19 @@ class SplitWeights:
         self._places.clear()
 
 
-def splits(setting: str, model: PreTrainedModel, name: str, *, drafts: bool) -> bool:
+def splits(setting: str, model: PreTrainedModel, name: str, *, gain: bool) -> bool:
     """Returns whether the weights of a model are to be split.
 
     Args:
         setting: `weights.planes` of a config.
-        drafts: the model drafts for itself.
+        gain: it is expected to gain, if the kernels are fast here.
 
     Raises:
         UsageError: `on`, and there is nothing to split.
     """
-    if setting == "off" or (setting == "auto" and not drafts):
+    if setting == "off" or (setting == "auto" and not gain):
         return False
-    some = any(linear.weight.dtype == torch.bfloat16 for *_, linear in _linears(model))
+    some = in_planes(model) or any(linear.weight.dtype == torch.bfloat16 for *_, linear in _linears(model))
     fault = plane_products.use_triton() if some and model.device.type == "cuda" else None
     if setting == "auto":
         return some and fault is None and _drafts_gain(model)

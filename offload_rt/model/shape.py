@@ -18,6 +18,8 @@ from offload_rt.model.rope import Yarn
 if TYPE_CHECKING:
     from offload_rt.model.runner import CausalModel
 
+PLANE_BITS = 12
+"""Bits of a weight in two planes, but for 0.01 of what is listed and said of a row."""
 MOST_STRETCHED = 8
 """Largest factor of YaRN that a message suggests."""
 
@@ -55,6 +57,8 @@ class ModelShape:
     quantization: Quantization | None = None
     quantized: int = 0  # weights that are quantised in memory
     quantized_mlp: int = 0  # and of the MLP of each layer
+    planes: bool = False  # its linear layers are in two planes (`kernels/planes.py`)
+    draft_plane: bool = False  # of which a pass reads the draft plane alone
 
     @property
     def embedding_parameters(self) -> int:
@@ -67,8 +71,22 @@ class ModelShape:
         return self.parameters - (0 if self.tied else self.embedding_parameters)
 
     @property
+    def splits(self) -> bool:
+        """Whether its linear layers can be in two planes."""
+        return self.dtype == ElementType.BFLOAT16 and self.quantization is None
+
+    def in_planes(self, planes: bool) -> ModelShape:
+        """Returns the shape of the model with linear layers in two planes, where they can be, or without."""
+        return replace(self, planes=planes and self.splits)
+
+    @property
+    def split_parameters(self) -> int:
+        """Weights in two planes. Norms and biases are counted among them: 0.01% of the weights."""
+        return self.parameters - self.embedding_parameters - self.all_experts if self.planes else 0
+
+    @property
     def weight_bytes(self) -> int:
-        return self._stored_bytes(self.parameters, self.quantized)
+        return self._stored_bytes(self.parameters, self.quantized, self.split_parameters)
 
     @property
     def host_embedding_bytes(self) -> int:
@@ -84,7 +102,7 @@ class ModelShape:
 
     @property
     def step_bytes(self) -> int:
-        return self._stored_bytes(self.step_parameters, self.quantized)
+        return self._stored_bytes(self.step_parameters, self.quantized, self.split_parameters)
 
     @property
     def all_experts(self) -> int:
@@ -134,10 +152,10 @@ class ModelShape:
             return 0.0
         return self.experts * (1 - (1 - self.chosen_experts / self.experts) ** rows)
 
-    def _stored_bytes(self, parameters: int, quantized: int) -> int:
-        """Returns the bytes of weights of which some are quantised."""
+    def _stored_bytes(self, parameters: int, quantized: int, split: int = 0) -> int:
+        """Returns the bytes of weights of which some are quantised, or in two planes."""
         packed = self.quantization.nbytes(quantized) if self.quantization is not None and quantized else 0
-        return (parameters - quantized) * self.dtype.itemsize + packed
+        return (parameters - quantized - split) * self.dtype.itemsize + packed + split * PLANE_BITS // 8
 
     def with_weights(self, quantization: Quantization) -> ModelShape:
         """Returns the shape of the model with so quantised weights: embedding and head are left alone.
@@ -175,13 +193,15 @@ class ModelShape:
     @property
     def mlp_bytes(self) -> int:
         """Bytes of the MLP of one layer."""
-        return self._stored_bytes(self.mlp_parameters, self.quantized_mlp)
+        split = self.mlp_parameters - self.expert_parameters if self.planes else 0
+        return self._stored_bytes(self.mlp_parameters, self.quantized_mlp, split)
 
     @property
     def attention_bytes(self) -> int:
         """Bytes of the attention block of one layer, in a model whose layers are alike."""
         parameters = self._block_parameters(self.kinds.kinds[0])
-        return self._stored_bytes(parameters, max(0, self.quantized // self.layers - self.quantized_mlp))
+        quantized = max(0, self.quantized // self.layers - self.quantized_mlp)
+        return self._stored_bytes(parameters, quantized, parameters if self.planes else 0)
 
     @property
     def group(self) -> int:
@@ -314,6 +334,7 @@ def head_shape(target: ModelShape, *, mtp: bool = False) -> ModelShape:
         quantization=None,
         quantized=0,
         quantized_mlp=0,
+        planes=False,
         expert_parameters=target.expert_parameters if mtp else 0,
         expert_layers=1 if mtp and target.expert_parameters else 0,
         vocabulary=vocabulary,

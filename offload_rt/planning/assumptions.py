@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from offload_rt.config.priors import DRAFT_LENGTHS, REJECTIONS_POWER, RUNNER_UP_HITS, SECOND_CHOICE
+from offload_rt.config.priors import (
+    DRAFT_LENGTHS,
+    DRAFT_PLANE_REJECTIONS,
+    REJECTIONS_POWER,
+    RUNNER_UP_HITS,
+    SECOND_CHOICE,
+)
 from offload_rt.config.validation import shown
 from offload_rt.model.quantization import MOST_PAIRS
+from offload_rt.model.shape import PLANE_BITS
 from offload_rt.planning.cost_model import (
     EXCHANGE_MS,
     FUSED_ROWS,
@@ -35,6 +42,7 @@ def machine(request: PlanRequest) -> Iterator[str]:
             f"to it and {gpu.to_host_rate:.1f} GB/s back, {gpu.launch_ms:.2f} ms to launch a layer's kernels"
         )
     yield from _quantized(request)
+    yield from _planes(request)
     yield from _experts(request)
     memory = MemoryBudget(request)
     if request.store_layout.packed:
@@ -75,6 +83,20 @@ def _quantized(request: PlanRequest) -> Iterator[str]:
             f"products with {quantization.name} weights (not measured): up to {FUSED_ROWS} rows they read the"
             " weights as they are stored, at the memory's rate; for more, weights are expanded first"
         )
+
+
+def _planes(request: PlanRequest) -> Iterator[str]:
+    """Yields what the target's weights in two planes take, and what that rests on."""
+    target = request.target
+    if not target.planes:
+        return
+    yield (
+        f"weights: {target.split_parameters:,} in two planes of {PLANE_BITS} bits together, without loss,"
+        f" {target.split_parameters * PLANE_BITS / 8 / GIB:.2f} GiB; the target drafts by 8 of them, and"
+        f" {DRAFT_PLANE_REJECTIONS:.1%} more of its drafts are rejected"
+    )
+    if not request.in_place:
+        yield "how fast a GPU multiplies with weights in two planes is an estimate that none has confirmed"
 
 
 def _experts(request: PlanRequest) -> Iterator[str]:

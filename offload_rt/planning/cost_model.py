@@ -17,7 +17,7 @@ from offload_rt.drafting.levels.base import Cost
 from offload_rt.kernels.sizes import MOST_PACKED_QUERIES, PASS_ROWS, tile_rows
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.quantization import MOST_PAIRS, Quantization
-from offload_rt.model.shape import ModelShape
+from offload_rt.model.shape import PLANE_BITS, ModelShape
 from offload_rt.planning.memory import MemoryBudget, Placement
 from offload_rt.planning.request import PlanRequest
 from offload_rt.system.hardware import AttentionRate, Gpu, ProductRate
@@ -51,6 +51,9 @@ UNPACKING_SHARE = 0.8
 REGISTER_SHARE = 0.6
 """Share of the memory rate, and of the rate of products, at which a GPU attends to packed pages: it unpacks
 them in registers. An estimate that no GPU has confirmed."""
+PLANE_READS = {"gpu": (1.76, 1.18), "cpu": (2.0, 1.16)}
+"""Bytes that take as long to read as a weight in two planes: from both, and from the draft plane. Measured on
+two cores with AVX-512, of one token or two; for GPUs an estimate that none has confirmed."""
 PACKING_SHARE = 0.15
 """Share of the memory rate at which a GPU packs the pages of a prompt: 0.3 s for those of Llama-2-7B at 127K
 on an H200."""
@@ -189,9 +192,11 @@ class CostModel:
             quantized_ms = linear / product_rate(rates, rows) / 1e6
             reading_ms = processor.read_ms(others * shape.dtype.itemsize)
             return experts + quantized_ms + max(reading_ms, processor.compute_ms(2 * rows * others))
-        reading = processor.read_ms(
-            shape.step_bytes - shape.expert_layers * shape.experts * shape.expert_bytes
-        )
+        read = shape.step_bytes - shape.expert_layers * shape.experts * shape.expert_bytes
+        if shape.planes:
+            both, draft = PLANE_READS["cpu" if self.request.in_place else "gpu"]
+            read += shape.split_parameters * ((draft if shape.draft_plane else both) - PLANE_BITS / 8)
+        reading = processor.read_ms(read)
         expanding = self._expanding(shape, linear) if rows > FUSED_ROWS else 0.0
         return experts + expanding + max(reading, processor.compute_ms(2 * rows * (linear + others)))
 
@@ -463,7 +468,7 @@ class CostModel:
         attention /= PREFILL_ATTENTION_SHARE["cpu" if self.request.in_place else "gpu"]
         computing = self.processor.compute_ms(products + attention)
         chunks = -(-tokens // self.config.prefill.chunk)
-        computing += chunks * self._expanding(target, target.quantized)
+        computing += chunks * self._expanding(target, target.quantized + target.split_parameters)
         launching = chunks * self._launching(target, -(-tokens // chunks))
         if self.request.in_place:
             return computing + launching

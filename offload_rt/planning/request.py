@@ -46,6 +46,7 @@ class PlanRequest:
     given_remote_mlps: int | None = None  # MLP blocks on the second GPU, once that is decided
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "target", self.target.in_planes(self.config.weights.planes == "on"))
         for name, value, least in (("context", self.context, 1), ("new tokens", self.new_tokens, 0)):
             if value < least:
                 raise UsageError(f"{name} {value}: must be at least {least}")
@@ -84,6 +85,17 @@ class PlanRequest:
         """The target, and the small model where a level runs it."""
         runs = any(level.needs_draft_model for level in self.levels)
         return [self.target, self.draft] if runs and self.draft is not None else [self.target]
+
+    @property
+    def may_split_weights(self) -> bool:
+        """Planes of the target's weights may gain: by their size, or as the target drafts for itself.
+
+        A GPU needs room for all weights as they are loaded, and splits them there.
+        """
+        if self.in_place:
+            return self.target.splits and any(level.of_target for level in self.levels)
+        whole = self.target.in_planes(False).gpu_bytes
+        return self.target.splits and whole < self.hardware.gpus[0].memory_bytes
 
     @property
     def retrieves(self) -> bool:

@@ -144,14 +144,14 @@ def test_there_is_nothing_to_split() -> None:
 @pytest.mark.parametrize(("seconds", "gains"), [(0.5, True), (0.95, False)])
 def test_a_trial_decides(seconds: float, gains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     target = model_of("llama")
-    assert not splits("auto", target, "tiny", drafts=True)  # the trial needs more weights
+    assert not splits("auto", target, "tiny", gain=True)  # the trial needs more weights
     monkeypatch.setattr(plane_weights, "TRIAL_BYTES", 1)
     clock = itertools.accumulate(itertools.cycle([0.0, seconds, 0.0, 1.0]))
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    assert splits("auto", target, "tiny", drafts=True) == gains
-    assert not splits("auto", target, "tiny", drafts=False)
-    assert not splits("off", target, "tiny", drafts=True)
-    assert splits("on", target, "tiny", drafts=False)
+    assert splits("auto", target, "tiny", gain=True) == gains
+    assert not splits("auto", target, "tiny", gain=False)
+    assert not splits("off", target, "tiny", gain=True)
+    assert splits("on", target, "tiny", gain=False)
 
 
 @ON_CUDA

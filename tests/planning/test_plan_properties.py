@@ -65,6 +65,7 @@ def requests(draw: st.DrawFn, shortest: int = 1) -> PlanRequest:
         "speculation.gamma2": draw(st.integers(shortest, 40)),
         "store.ring_buffers": draw(st.integers(2, 6)),
         "offload.ahead": draw(st.sampled_from([0, 1, 4, 9])),
+        "weights.planes": draw(st.sampled_from(["auto", "on", "off"])),
         "store.segment_bytes": draw(st.sampled_from([2**20, 2**24, 2**26])),
     }
     return PlanRequest(

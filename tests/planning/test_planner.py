@@ -13,7 +13,7 @@ from support.plan_cases import CONTEXT, JF68M, LLAMA, check_sums, expected_round
 from cpu_kv import ElementType
 from offload_rt.caches.sizes import whole_pages
 from offload_rt.config.draft_shape import CHAIN
-from offload_rt.config.priors import DRAFT_LENGTHS, expected_tokens, outcome_chances
+from offload_rt.config.priors import DRAFT_LENGTHS, DRAFT_PLANE_REJECTIONS, expected_tokens, outcome_chances
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.errors import UsageError
 from offload_rt.model.named_shapes import find_shape
@@ -54,10 +54,12 @@ def test_golden_plans(
     """Predictions at 127,000 tokens, pinned to one per cent."""
     dtype = ElementType.FLOAT32 if model == "demo" else None
     small = None if draft is None else find_shape(draft, dtype)
+    overrides: dict[str, object] = {"store.code": "raw", "retrieval.bits": 16, "retrieval.budget": 4096}
+    overrides["weights.planes"] = "off"
     asked = PlanRequest(
         find_shape(model, dtype),
         small,
-        load_config(config, {"store.code": "raw", "retrieval.bits": 16, "retrieval.budget": 4096}),
+        load_config(config, overrides),
         127_000,
         256,
         named_hardware(*machine),
@@ -576,3 +578,66 @@ def test_resident_tokens_that_are_proposed_are_whole_pages() -> None:
     given = {"offload.resident_tokens": 1024}
     planned = plan(request(given, context=1, target=windows, hardware=gpu(memory_bytes=20 * GIB), draft=None))
     assert str(planned.refusal).startswith("GPU 0 (gpu) has 20.0 GiB") and "bfloat16" in str(planned.refusal)
+
+
+# Weights in two planes.
+
+
+def in_planes(planes: str, **changes: Any) -> PlanRequest:
+    """Llama-3.1-8B, which drafts for itself."""
+    given: dict[str, Any] = {"target": find_shape("llama3.1-8b", None), "draft": None, **changes}
+    return request({"weights.planes": planes}, "retrieval", 100_000, **given)
+
+
+def test_weights_in_planes_take_three_quarters_and_drafts_read_less() -> None:
+    off, on = in_planes("off"), in_planes("on")
+    linear = off.target.parameters - off.target.embedding_parameters
+    assert on.target.split_parameters == linear
+    assert off.target.gpu_bytes - on.target.gpu_bytes == linear // 2
+    assert on.having("weights.planes", "off").target == off.target
+    plain, split = CostModel(off), CostModel(on)
+    (level,) = on.levels
+    share = level.pass_cost(split, 1).busy_ms / level.pass_cost(plain, 1).busy_ms
+    assert 0.55 < share < 0.7  # of what is read, and attention
+    assert 0.8 < split.dense(1).busy_ms / plain.dense(1).busy_ms < 1
+    assert level.acceptance(off) - level.acceptance(on) == pytest.approx(DRAFT_PLANE_REJECTIONS)
+    for memory in ("weights", "retrieved_caches"):
+        assert (split.memory.gpu(0)[memory] < plain.memory.gpu(0)[memory]) == (memory == "weights")
+
+
+def test_the_planner_chooses_planes_by_their_time() -> None:
+    off, on, chosen = (plan(in_planes(planes)) for planes in ("off", "on", "auto"))
+    assert chosen.ms_per_token == on.ms_per_token < off.ms_per_token
+    assert chosen.request.target.planes and chosen.request.config.weights.planes == "on"
+    assert any("two planes of 12 bits" in sentence for sentence in chosen.assumptions)
+    # As fast as both, however much a rejected draft costs and a weight takes to read.
+    for hardware in (gpu(to_device_rate=1.0), gpu(memory_rate=5000.0)):
+        off, on, chosen = (plan(in_planes(planes, hardware=hardware)) for planes in ("off", "on", "auto"))
+        assert chosen.ms_per_token == min(off.ms_per_token, on.ms_per_token)
+    for other in (
+        find_shape("llama3.1-8b", ElementType.FLOAT32),
+        find_shape("llama3.1-8b", None, None, "nf4"),
+    ):
+        assert not plan(
+            in_planes("on", target=other, hardware=gpu(memory_bytes=80 * GIB))
+        ).request.target.planes
+
+
+def test_what_fits_does_not_depend_on_planes_unless_they_are_asked_for() -> None:
+    """Whether they gain is known once weights are loaded; a plan that needs them could not be kept."""
+    small = {"hardware": gpu(memory_bytes=16 * GIB)}
+    assert plan(in_planes("on", **small)).fits
+    refused = plan(in_planes("auto", **small))
+    assert refused.refusal is not None and "what fits: --set weights.planes=on" in refused.refusal
+    off = plan(in_planes("off", **small)).refusal
+    assert off is not None and "weights.planes" not in off
+
+
+def test_a_processor_drafts_by_one_plane() -> None:
+    off, on = (in_planes(planes, hardware=named_hardware("none", ram=64)) for planes in ("off", "on"))
+    (level,) = on.levels
+    plain, split = CostModel(off), CostModel(on)
+    assert level.pass_cost(split, 1).busy_ms < 0.65 * level.pass_cost(plain, 1).busy_ms
+    assert split.dense(1).busy_ms == pytest.approx(plain.dense(1).busy_ms, rel=0.01)
+    nothing_drafts = off.having("speculation.levels", ()).having("weights.planes", "auto")
+    assert not nothing_drafts.may_split_weights and on.may_split_weights

@@ -33,8 +33,9 @@ def request(
     """Llama2-7B with a small draft at 128K on a desktop, unless arguments say otherwise.
 
     KV is in 16 bits, 4,096 entries of which are retrieved, and 0.92 of what is drafted over them is accepted.
+    Weights are not in planes.
     """
-    exact = {"store.code": "raw", "retrieval.bits": 16, "retrieval.budget": 4096}
+    exact = {"store.code": "raw", "retrieval.bits": 16, "retrieval.budget": 4096, "weights.planes": "off"}
     settings = load_config(config, {**exact, **overrides})
     asked = PlanRequest(LLAMA, JF68M, settings, context, 256, DESKTOP, expected_acceptance=0.92)
     return replace(asked, **changes)

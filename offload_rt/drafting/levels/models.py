@@ -24,6 +24,7 @@ from offload_rt.caches.sizes import (
 )
 from offload_rt.config.draft_shape import DraftShape
 from offload_rt.config.priors import (
+    DRAFT_PLANE_REJECTIONS,
     SAME_MODEL_ACCEPTANCE,
     SMALL_MODEL_ACCEPTANCE,
     rejections,
@@ -96,7 +97,13 @@ class ModelLevel(Level):
         return 0
 
     def acceptance(self, sizes: Sizes | None = None) -> float:
-        return SAME_MODEL_ACCEPTANCE if sizes is None else sizes.same_model_acceptance
+        if sizes is None:
+            return SAME_MODEL_ACCEPTANCE
+        return max(0.0, sizes.same_model_acceptance - self._plane_rejections(sizes))
+
+    def _plane_rejections(self, sizes: Sizes) -> float:
+        """Returns the share of its drafts that is rejected as it reads one plane of the weights."""
+        return DRAFT_PLANE_REJECTIONS if self.of_target and sizes.target.planes else 0.0
 
     def pass_cost(self, costs: PassCosts, queries: int, *, first: bool = False) -> Cost:
         sizes, order = costs.request, self._on_two(costs.request)
@@ -136,6 +143,8 @@ class ModelLevel(Level):
     def running(self, sizes: Sizes, first: bool) -> ModelShape:
         """Returns the shape of the layers that a pass runs."""
         shape = self.shape(sizes)
+        if self.of_target and shape.planes:
+            shape = replace(shape, draft_plane=True)
         order = (
             None
             if first and self.settings.calibrate
@@ -316,11 +325,11 @@ class RetrievedLevel(ModelLevel):
         return self.config.retrieval.budget + self._means(sizes.target, sizes.context + sizes.new_tokens)
 
     def acceptance(self, sizes: Sizes | None = None) -> float:
-        usual = super().acceptance(sizes)
         if sizes is None:
-            return usual
+            return super().acceptance()
         seldom = rejections(sizes.retrieved_share, self.config.retrieval.entry_bits)
-        return 1 - min(1.0, (1 - usual) * seldom)
+        rejected = (1 - sizes.same_model_acceptance) * seldom + self._plane_rejections(sizes)
+        return 1 - min(1.0, rejected)
 
     def _size(self, target: ModelShape) -> RetrievedSize:
         retrieval, layout = self.config.retrieval, target.layout(self.config.store.page)
