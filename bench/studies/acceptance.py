@@ -31,6 +31,7 @@ from offload_rt.caches.selection import AttentionScores, chunk_scores, top_chunk
 from offload_rt.caches.speculative import SpeculativeTokens
 from offload_rt.drafting.levels.configs import load_config
 from offload_rt.engine.sequence import TokenSequence
+from offload_rt.model.runner import CausalModel
 from offload_rt.sampling.sampler import Sampler
 
 DEPTHS = 5  # at which passages are planted
@@ -41,6 +42,8 @@ NEVER = "stride:1000000000"
 """A refresh policy without refreshes: what H2O evicts is gone."""
 RETRIEVAL = "retrieval"
 RETRIEVAL_STRIDE = f"retrieval, stride:{STRIDE}"
+DRAFT_PLANE = "retrieval, draft plane"
+"""The target drafts by one plane of its weights, which are in bfloat16."""
 EIGHT_BITS, FOUR_BITS = "retrieval, 8 bits", "retrieval, 4 bits"
 MEAN_KEYS = "mean keys (TriForce)"
 HEAVY_HITTERS = "heavy hitters (H2O)"
@@ -119,6 +122,7 @@ PLAIN: Keys = {"speculation.levels": []}
 CACHES: dict[str, Keys] = {
     RETRIEVAL: {},
     RETRIEVAL_STRIDE: {"retrieval.refresh": f"stride:{STRIDE}"},
+    DRAFT_PLANE: {},
     EIGHT_BITS: {"retrieval.bits": 8},
     FOUR_BITS: {"retrieval.bits": 4},
     "retrieval, rest left out": ALONE,
@@ -171,6 +175,9 @@ def acceptance(sequence: TokenSequence, tokens: Sequence[int], kind: str, budget
     """
     cache = small_cache(sequence, kind, budget)
     full, small = sequence.verifier, replace(sequence.verifier, cache=cache)
+    if kind == DRAFT_PLANE:
+        assert isinstance(full.model, CausalModel)
+        small = replace(small, order=full.model.drafting(None))
     probs = Sampler(temperature=1.0).probs
     shares = []
     for at in range(0, len(tokens), ROUND):
@@ -194,9 +201,10 @@ def small_caches(study: Texts) -> list[Row]:
     sizes, positions = study.sizes, study.sizes.positions // ROUND * ROUND
     least, generator = 2 * study.config(RETRIEVAL).retrieval.chunk + SINKS, torch.Generator().manual_seed(0)
     rows = []
+    caches = [kind for kind in sizes.caches if kind != DRAFT_PLANE or study.target.dtype == torch.bfloat16]
     for length in (sizes.context // divisor for divisor in sizes.divisors):
         books, passages = (defaultdict[tuple[str, int], list[Tensor]](list) for _ in range(2))
-        kinds = list(product(sizes.caches, (max(least, length // share) for share in sizes.shares)))
+        kinds = list(product(caches, (max(least, length // share) for share in sizes.shares)))
         for name, tokens in study.books.items():
             prompt, after = tokens[:length], tokens[length : length + positions]
             purpose = f"{name}: acceptance after {length} tokens"

@@ -152,7 +152,7 @@ class Texts:
     ) -> Iterator[TokenSequence]:
         """Opens a sequence for `tokens`; see `sequence_over`."""
         say(purpose)
-        target = CausalModel(self.target, self.name)
+        target = CausalModel(self.target, self.name, planes=self.target.dtype == torch.bfloat16)
         with sequence_over(target, self.config(config), len(tokens), room) as sequence:
             yield sequence
         gc.collect()  # what transformers holds in cycles
