@@ -190,6 +190,8 @@ class BatchRunner(Generic[T]):
 
     def _begin(self, requests: dict[int, StartPass]) -> None:
         forwards = {number: request.forward for number, request in requests.items()}
+        for request in forwards.values():  # drafts for what follows read it too, in another stream
+            request.input.upload(request.model.device)
         caches = [request.full for request in requests.values()]
         self._begun += caches
 

@@ -37,6 +37,14 @@ class PassInput:
         """Positions of the new tokens in the sequence."""
         return [self.cache.verified_length + depth - 1 for depth in self.new.depths]
 
+    def upload(self, device: torch.device) -> None:
+        """Brings the draft to the device in the current stream, unless it is there.
+
+        A stream that waits for it afterwards may read the IDs, and so may the current one meanwhile.
+        """
+        if self.new.draft is not None:
+            self.new.draft.on(device)
+
     def ids(self, device: torch.device) -> Tensor:
         """Returns the IDs of the new tokens on the device, `[count]`."""
         ids, draft = self.new.ids, self.new.draft
