@@ -21,6 +21,7 @@ COMMANDS = {
     "tokens": ("studies.equal_tokens", "greedy tokens beside those of transformers on real text"),
     "rollback": ("studies.rollback", "ways to return recurrent states to the accepted tokens"),
     "pages": ("studies.pages", "packed pages: bits a value, rates of packing, and passes over a link"),
+    "planes": ("studies.planes", "weights in two planes: time of layers, and memory"),
     "search-skips": ("search_skips", "finds the layers to skip while drafting (Draft & Verify)"),
     "gpu": ("gpu", "checks that need a CUDA device"),
 }

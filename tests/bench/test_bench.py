@@ -295,6 +295,19 @@ def test_table() -> None:
             {"contexts": (64,), "hidden": 256, "drafted": 2, "link": 100.0, "turns": 1},
             {"ways": 2},
         ),
+        (
+            "planes",
+            {
+                "layers": 1,
+                "hidden": 128,
+                "intermediate": 192,
+                "heads": 4,
+                "kv_heads": 2,
+                "rows": (1, 3),
+                "turns": 1,
+            },
+            {"passes": 2, "memory": 1},
+        ),
         ("pages", {"context": 600, "rate": 100.0, "queries": (2,), "turns": 1}, {"code": 2, "passes": 1}),
     ],
 )

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -41,17 +42,13 @@ template <bool Draft, typename Word, int COUNT> class PlaneRows {
 
     // Returns columns d .. d + COUNT of a row.
     inline Columns operator()(int k, int d) {
-        int8_t __attribute__((vector_size(COUNT))) codes;
-        std::memcpy(&codes, codes_ + k * ins_ + d, sizeof codes);
         // The sign of a code is that of the weight, and the bits below it are the upper seven of its number.
-        const Columns upper = __builtin_convertvector(codes, Columns) << (4 + SHIFT) & NUMBER;
+        const Columns upper = widened<int8_t>(codes_ + k * ins_ + d) << (4 + SHIFT) & NUMBER;
         if constexpr (Draft) return upper + lows_[k];
-        uint8_t __attribute__((vector_size(COUNT))) rests;
-        std::memcpy(&rests, rests_ + (k * ins_ + (d & -PLANE_BLOCK)) / 2 + (d & (PLANE_BLOCK / 2 - 1)), sizeof rests);
+        const uint8_t* rests = rests_ + (k * ins_ + (d & -PLANE_BLOCK)) / 2 + (d & (PLANE_BLOCK / 2 - 1));
         const int second = d & PLANE_BLOCK / 2 ? 4 : 0;
-        const Columns lower = (__builtin_convertvector(rests, Columns) >> second & 15) << SHIFT;
-        const Columns number = upper | lower;
-        Columns bits = (number & SIZE) != 0 ? number + lows_[k] : number;
+        const Columns number = upper | (widened<uint8_t>(rests) >> second & 15) << SHIFT;
+        Columns bits = lifted(number, lows_[k]);
         if (__builtin_expect(upcoming_[k] < d + COUNT, 0)) put_listed(k, d, bits);
         return bits;
     }
@@ -68,9 +65,53 @@ template <bool Draft, typename Word, int COUNT> class PlaneRows {
 
     int32_t upcoming(int k) const { return next_[k] < last_[k] ? columns_[next_[k]] : std::numeric_limits<int32_t>::max(); }
 
-    __attribute__((noinline)) void put_listed(int k, int d, Columns& bits) {
+    // Widens bytes. GCC 12 does so half by half, or one by one.
+    template <typename Byte> static inline Columns widened(const uint8_t* from) {
+        Byte __attribute__((vector_size(COUNT))) bytes;
+        std::memcpy(&bytes, from, sizeof bytes);
+        constexpr bool SIGNED = std::is_signed_v<Byte>, WIDE = sizeof(Word) == 4;
+#if defined(__AVX512BW__)
+        if constexpr (sizeof(Columns) == 64 && !WIDE) {
+            const __m256i given = reinterpret<__m256i>(bytes);
+            return reinterpret<Columns>(SIGNED ? _mm512_cvtepi8_epi16(given) : _mm512_cvtepu8_epi16(given));
+        }
+        if constexpr (sizeof(Columns) == 64 && WIDE) {
+            const __m128i given = reinterpret<__m128i>(bytes);
+            return reinterpret<Columns>(SIGNED ? _mm512_cvtepi8_epi32(given) : _mm512_cvtepu8_epi32(given));
+        }
+#endif
+#if defined(__AVX2__)
+        if constexpr (sizeof(Columns) == 32 && !WIDE) {
+            const __m128i given = reinterpret<__m128i>(bytes);
+            return reinterpret<Columns>(SIGNED ? _mm256_cvtepi8_epi16(given) : _mm256_cvtepu8_epi16(given));
+        }
+        if constexpr (sizeof(Columns) == 32 && WIDE) {
+            const __m128i given = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+            return reinterpret<Columns>(SIGNED ? _mm256_cvtepi8_epi32(given) : _mm256_cvtepu8_epi32(given));
+        }
+#endif
+        return __builtin_convertvector(bytes, Columns);
+    }
+
+    // Adds the low of a row to numbers other than zero.
+    static inline Columns lifted(Columns number, Columns low) {
+#if defined(__AVX512BW__)
+        if constexpr (sizeof(Columns) == 64 && sizeof(Word) == 2) {
+            const __m512i given = reinterpret<__m512i>(number);
+            const __mmask32 nonzero = _mm512_test_epi16_mask(given, _mm512_set1_epi16(SIZE));
+            return reinterpret<Columns>(_mm512_mask_add_epi16(given, nonzero, given, reinterpret<__m512i>(low)));
+        }
+#endif
+        return number + (((number & SIZE) != 0) & low);
+    }
+
+    // Without a call, around which no vector would stay in its register.
+    __attribute__((always_inline)) inline void put_listed(int k, int d, Columns& bits) {
+        Word weights[COUNT];
+        std::memcpy(weights, &bits, sizeof bits);
         for (; upcoming_[k] < d + COUNT; ++next_[k], upcoming_[k] = upcoming(k))
-            if (upcoming_[k] >= d) bits[upcoming_[k] - d] = Word(listed_[next_[k]].bits << SHIFT);
+            if (upcoming_[k] >= d) weights[upcoming_[k] - d] = Word(listed_[next_[k]].bits << SHIFT);
+        std::memcpy(&bits, weights, sizeof bits);
     }
 
     const uint8_t *codes_, *rests_;
@@ -83,7 +124,7 @@ template <bool Draft, typename Word, int COUNT> class PlaneRows {
 
 // Expands rows first .. first + rows, at most MOST, to weights [rows][ins].
 template <bool Draft> static void expand_rows(const Planes& planes, int64_t first, int rows, int64_t ins, BFloat16* weights) {
-    constexpr int COUNT = PLANE_BLOCK / 2;
+    constexpr int COUNT = 2 * LANES;
     PlaneRows<Draft, int16_t, COUNT> expanded(planes, first, rows, ins);
     for (int k = 0; k < rows; ++k)
         for (int d = 0; d < ins; d += COUNT) {

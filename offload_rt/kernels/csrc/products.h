@@ -94,7 +94,7 @@ template <bool Draft> struct PlaneWeights {
     using Products = ProductsOf<BFloat16>;
     using Word = std::conditional_t<sizeof(typename Products::Row) == 2 * Products::STEP, int16_t, int32_t>;
     using Rows = PlaneRows<Draft, Word, Products::STEP>;
-    static constexpr int MOST = Draft ? LANES : LANES / 2;
+    static constexpr int MOST = LANES / 2;
     const Planes& planes;
     int64_t first, ins;
 
