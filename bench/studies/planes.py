@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,12 @@ class Sizes:
     turns: int = 15
 
 
+def to_bfloat16(model: Any) -> PreTrainedModel:
+    """Returns a model with weights in bfloat16; its own `to` is not typed."""
+    converted: PreTrainedModel = model.to(torch.bfloat16)
+    return converted
+
+
 class OwnValues:
     """Attention in which each token sees only itself: what is measured is the rest of a layer."""
 
@@ -70,8 +77,7 @@ class Models(Subject):
                 vocab_size=256,
                 dtype=torch.bfloat16,
             )
-            model: PreTrainedModel = LlamaForCausalLM(config).to(torch.bfloat16)
-            return model
+            return to_bfloat16(LlamaForCausalLM(config))
 
         plain, split = made(), made()
         split_s = elapsed_ms(lambda: SplitWeights(split)) / 1e3
@@ -93,7 +99,8 @@ def passes(subject: Models) -> Iterator[Row]:
 
         def layer_ms(model: CausalModel, draft: bool, hidden: Tensor, positions: Tensor) -> float:
             with draft_plane_alone(draft):
-                return elapsed_ms(lambda: model.run(None, hidden, positions, OwnValues())) / sizes.layers
+                ms = elapsed_ms(lambda: model.run(None, hidden, positions, OwnValues()))
+            return ms / float(sizes.layers)
 
         forms = {"plain": (subject.plain, False), "both": (subject.split, False)}
         forms["draft"] = (subject.split, True)
