@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Final, Literal
 from offload_rt.config.priors import (
     DRAFT_LENGTHS,
     LATER_CHOICES,
+    RUNNER_UP_HITS,
     SAME_MODEL_ACCEPTANCE,
     SECOND_CHOICE,
     expected_tokens,
+    outcome_chances,
 )
 from offload_rt.errors import UsageError
 
@@ -139,6 +141,14 @@ class DraftShape:
             return [self.deep(depth) for depth in DRAFT_LENGTHS if depth <= self.nodes]
         shallowest, *deeper = map(self.deep, DRAFT_LENGTHS)
         return [shallowest, *(shape for shape in deeper if shape.size <= MOST_CHOSEN)]
+
+    def outcome_chances(self, acceptance: float) -> tuple[float, ...]:
+        """Returns the chances of the verdicts that can be guessed, the likeliest first.
+
+        Where an eldest node is rejected, the runner-up may be a sibling: what follows that is not guessed.
+        """
+        alone = self.kind == "chain"
+        return outcome_chances(acceptance, self.depth, RUNNER_UP_HITS * (1.0 if alone else SECOND_CHOICE))
 
     def expected_tokens(self, rates: Sequence[float]) -> float:
         """Returns the tokens that a verification yields, given the acceptance rate by sibling rank.

@@ -42,13 +42,16 @@ def rejections(share: float, bits: int) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def outcome_chances(acceptance: float, gamma: int) -> tuple[float, ...]:
+def outcome_chances(acceptance: float, gamma: int, hits: float = RUNNER_UP_HITS) -> tuple[float, ...]:
     """Returns the chances of the verdicts that can be guessed, the likeliest first.
 
     One verdict is that all tokens are accepted and the next one is the drafter's own: α^γ·α. The others are
     rejections at the first, second … token, α^j·(1−α) each, where the runner-up is guessed.
+
+    Args:
+        hits: share of the rejections that it is right for.
     """
-    rejected = (acceptance**place * (1 - acceptance) * RUNNER_UP_HITS for place in range(gamma))
+    rejected = (acceptance**place * (1 - acceptance) * hits for place in range(gamma))
     return tuple(sorted((acceptance ** (gamma + 1), *rejected), reverse=True))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from offload_rt.caches.base import Cache
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import DraftAhead, Outcome, Proposal, TokenView
-from offload_rt.drafting.outcomes import LIKELY, chain_outcomes, doubt_scale
+from offload_rt.drafting.outcomes import LIKELY, doubt_scale, likely_outcomes
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.model.passes import PassOutput
 from offload_rt.model.work import CopyToHost, Work
@@ -112,6 +112,7 @@ class Growth(Proposal, ABC):
         self._parents: list[int] = []
         self._levels: list[Tokens] = []
         self._probs: list[Tensor] = []
+        self._logits: list[Tensor] = []  # after the sequence, and after the nodes of each level
         self._newest = range(ROOT, 0)  # nodes of the last level; at first the sequence's last token
         self._nan: Tensor | None = None  # 0-d bool: met in the logits after them
         self._entries = NodeEntries(verifier.cache)
@@ -119,6 +120,16 @@ class Growth(Proposal, ABC):
     def draft(self) -> Draft:
         probs = torch.cat(self._probs) if self._probs else None
         return Draft(Tokens.joined(self._levels), Tree(tuple(self._parents)), probs)
+
+    def outcomes(self, limit: int, acceptance: float) -> Work[list[Outcome]]:
+        draft = self.draft()
+        if not len(draft):
+            return []
+        yield from self._arrive(draft.tokens)
+        if len(self._logits) == len(self._levels):
+            self._logits.append((yield from self.foresee()))
+        given = draft.tokens.known, draft.tree, torch.cat(self._logits)
+        return (yield from likely_outcomes(self._verifier, *given, limit, acceptance))
 
     def step(self) -> Work[bool]:
         if not (yield from self._deepen()):
@@ -244,7 +255,6 @@ class LevelGrowth(Growth):
     def __init__(self, verifier: Verifier, view: TokenView, shape: DraftShape) -> None:
         super().__init__(verifier, view, shape)
         self._widths = shape.levels
-        self._logits: list[Tensor] = []
 
     def _deepen(self) -> Work[bool]:
         depth = len(self._levels)
@@ -278,16 +288,6 @@ class LevelGrowth(Growth):
             return False
         stop_tokens = self._verifier.sampling.stop_tokens
         return all(token in stop_tokens for token in self._levels[-1].known)
-
-    def outcomes(self, limit: int, acceptance: float) -> Work[list[Outcome]]:
-        draft = self.draft()
-        if not len(draft) or not draft.tree.is_chain:
-            return []
-        yield from self._arrive(draft.tokens)
-        if len(self._logits) == len(self._levels):
-            self._logits.append((yield from self.foresee()))
-        logits = torch.cat(self._logits)
-        return (yield from chain_outcomes(self._verifier, draft.tokens.known, logits, limit, acceptance))
 
 
 class OutcomeForest(Growth, DraftAhead):
@@ -383,8 +383,7 @@ class BestFirst(Growth):
     """A tree that grows where the draft's own probabilities promise most.
 
     Each step draws the children with the highest chance to be accepted, as many as keep `nodes` and `depth`
-    of the shape. What promises too little is not drawn; what is drawn is proposed. No outcomes are guessed:
-    what follows each of many leaves would take a pass to know.
+    of the shape. What promises too little is not drawn; what is drawn is proposed.
     """
 
     CHILDREN = 8
@@ -402,6 +401,7 @@ class BestFirst(Growth):
         if len(self._levels) == self._shape.depth or not room:
             return False
         logits = yield from self.foresee()
+        self._logits.append(logits)
         offered = self._offered(logits, min(self.CHILDREN, logits.shape[1]))
         self._remaining = offered if self._remaining is None else torch.cat([self._remaining, offered])
         yield from self._open_newest(logits, offered)

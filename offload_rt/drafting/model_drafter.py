@@ -18,7 +18,7 @@ from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import DraftAhead, Drafter, Outcome, Proposal, Round, TokenView
 from offload_rt.drafting.growth import BestFirst, LevelGrowth, OutcomeForest
-from offload_rt.drafting.outcomes import chain_outcomes
+from offload_rt.drafting.outcomes import likely_outcomes
 from offload_rt.drafting.verifier import Verifier
 from offload_rt.model.work import CopyToHost, Work
 from offload_rt.sampling.rejection import Draft
@@ -162,4 +162,5 @@ class Rounds(Proposal):
             return []
         last = LevelGrowth(self._verifier, self._view.extended(tokens), CHAIN)
         logits = torch.cat([*self._logits, (yield from last.foresee())])
-        return (yield from chain_outcomes(self._verifier, tokens, logits, limit, acceptance))
+        tree = forest([len(tokens)])
+        return (yield from likely_outcomes(self._verifier, tokens, tree, logits, limit, acceptance))

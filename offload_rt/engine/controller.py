@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from offload_rt.config.draft_shape import CHAIN, DraftShape
-from offload_rt.config.priors import LATER_CHOICES, outcome_chances
+from offload_rt.config.priors import LATER_CHOICES
 from offload_rt.drafting.base import Round
 from offload_rt.model.work import BackgroundPass
 from offload_rt.planning.sequence_costs import SequenceCosts
@@ -250,10 +250,10 @@ class SpeculationController:
         pass_ms = _ratio(self._passes) * self._costs.pass_ms(self._length, shape)
         draft_ms = _ratio(self._drafts) * self._costs.draft_ms(self._length, shape)
         best = pass_ms + draft_ms, 0
-        if not shape.depth or shape.kind != "chain":  # what may follow a tree is not guessed
+        if not shape.depth:
             return best
-        chances, ratio = outcome_chances(self.acceptance.rate, shape.depth), _ratio(self._drafts_ahead)
-        for count in range(1, self.ahead + 1):
+        chances, ratio = shape.outcome_chances(self.acceptance.rate), _ratio(self._drafts_ahead)
+        for count in range(1, min(self.ahead, len(chances)) + 1):
             ready_ms = [ratio * ms for ms in self._costs.ahead_ms(self._length, shape, count)]
             ended = pass_ms if self._clock else max(pass_ms, ready_ms[-1])
             # A draft that is not complete when drafting ahead ends is continued behind the verdict.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from offload_rt.config.draft_shape import DraftShape
-from offload_rt.config.priors import LATER_CHOICES, expected_tokens, outcome_chances
+from offload_rt.config.priors import LATER_CHOICES, expected_tokens
 from offload_rt.drafting.levels.base import Cost
 from offload_rt.kernels.sizes import MOST_PACKED_QUERIES, PASS_ROWS, tile_rows
 from offload_rt.model.layer_order import LayerOrder
@@ -398,11 +398,10 @@ class CostModel:
         late = ms = verification.after(draft.ms) + draft.ms
         busy = self.busy_ms(verification)
         chances: tuple[float, ...] = ()
-        # What may follow a tree is not guessed.
-        guessed = shape.depth and shape.kind == "chain" and request.levels[-1].guesses
+        guessed = shape.depth and request.levels[-1].guesses
         limit = self.config.offload.ahead if guessed and not request.in_place else 0
-        likely = outcome_chances(request.acceptance, shape.depth)
-        for count in range(1, 1 + limit):
+        likely = shape.outcome_chances(request.acceptance)
+        for count in range(1, 1 + min(limit, len(likely))):
             guesses = likely[:count]
             sooner = late
             for chance, ready_ms in zip(guesses, self.ahead_ms(shape, count), strict=False):

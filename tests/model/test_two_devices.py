@@ -249,6 +249,7 @@ FROM_STREAM: dict[str, Any] = {"offload.refresh_from": "stream"}
 def request(devices: int = 0, gpus: int = 2, link: float = 1.0, **sizes: object) -> PlanRequest:
     level = {"model": "target", "cache": "retrieved", "layers": "groups:4"}
     keys = {"speculation.levels": [level], "offload.group_devices": devices, "speculation.gamma2": 6}
+    keys["weights.planes"] = "off"
     config = load_config("retrieval", keys | sizes)
     hardware = named_hardware("h200", gpus, link=link)
     return PlanRequest(find_shape("llama2-13b", ElementType.BFLOAT16), None, config, 16_000, 256, hardware)

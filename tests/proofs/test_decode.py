@@ -19,14 +19,16 @@ from support.enumeration import (
 )
 from support.table_models import Parts, head, small_model, target_over
 
-from offload_rt.config.draft_shape import CHAIN
+from offload_rt.config.draft_shape import CHAIN, DraftShape
 from offload_rt.drafting.base import Round
-from offload_rt.drafting.outcomes import chain_outcomes
+from offload_rt.drafting.growth import Growth
+from offload_rt.drafting.outcomes import likely_outcomes
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine import decode
 from offload_rt.engine.batching import BatchRunner, run_alone
 from offload_rt.model.work import CopyToHost, LevelStats
 from offload_rt.sampling.sampler import Sampler
+from offload_rt.sampling.trees import ROOT, Tree, forest
 
 PROMPT = [3, 1, 4, 1, 2]
 TOLERANCE = 1e-9
@@ -62,10 +64,11 @@ def error(
     count: int,
     depth: int,
     max_tokens: int | None = None,
+    shape: DraftShape = CHAIN,
     **how: Any,
 ) -> float:
     """Largest error of the distribution of `count` tokens, against the target alone."""
-    composition, shape = parts.full(COMPOSITIONS[name]), CHAIN.deep(depth)
+    composition, shape = parts.full(COMPOSITIONS[name]), shape.deep(depth)
     found = output_probs(composition, sampler, PROMPT, count, shape, max_tokens=max_tokens, **how)
     assert sum(found.values()) == pytest.approx(1.0, abs=TOLERANCE)
     grammar = how.get("grammar")
@@ -80,6 +83,20 @@ def test_the_output_distribution_depends_on_no_clock(
     name: str, clock: Clock | None, sampler: Sampler
 ) -> None:
     assert error(name, Parts(seed=7, support=2), sampler, 3, 1, ahead=2, clock=clock) < TOLERANCE
+
+
+TREES = ["tree:2,1", "grown:3", "sequences:2"]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("clock", ["never", "after an odd choice"])
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("name", ["retrieval", "naive", "head"])
+def test_trees_are_drafted_ahead_in_the_same_distribution(
+    name: str, shape: str, clock: str, sampler: Sampler
+) -> None:
+    how: dict[str, Any] = {"ahead": 2, "clock": CLOCKS[clock], "shape": DraftShape.parse(shape)}
+    assert error(name, Parts(seed=7, support=2), sampler, 2, 2, **how) < TOLERANCE
 
 
 @pytest.mark.parametrize("sampler", PENALTIES, ids=["greedy", "T=1"])
@@ -121,11 +138,13 @@ def test_dropping_slow_drafts_would_bias_the_output(monkeypatch: pytest.MonkeyPa
     assert error("retrieval", parts, Sampler(1.0), 4, 1, ahead=2, clock=clock) > 1e-4
 
 
-def first_round(parts: Parts, max_tokens: int, depth: int, ahead: int) -> tuple[Text, Round]:
+def first_round(
+    parts: Parts, max_tokens: int, depth: int, ahead: int, shape: DraftShape = CHAIN
+) -> tuple[Text, Round]:
     """The first step of a greedy sequence over retrieval, whose pass lasts until it is waited for."""
     draws, never = ScriptedDraws(), CLOCKS["never"]
     verifier = parts.full(COMPOSITIONS["retrieval"])(Sampling(Sampler(0.0), draws))
-    text = Text(verifier, PROMPT, max_tokens, CHAIN.deep(depth), ahead=ahead)
+    text = Text(verifier, PROMPT, max_tokens, shape.deep(depth), ahead=ahead)
     thread: Any = BackgroundAtOnce(draws, never)
     (round,) = BatchRunner([decode.decode_step(text)], thread).run()
     assert not isinstance(round, Exception), round
@@ -148,7 +167,7 @@ def test_a_draft_of_the_right_outcome_is_used(
         )
         return [right if guessed == "right" else (*right[:-1], (right[-1] + 1) % 5)]
 
-    monkeypatch.setattr("offload_rt.drafting.growth.LevelGrowth.outcomes", outcomes)
+    monkeypatch.setattr(Growth, "outcomes", outcomes)
     text, round = first_round(parts, 20, depth=2, ahead=1)
     assert tuple(round.tokens) == tokens[: len(round.tokens)]
     assert (text.next_proposal is not None) is kept
@@ -181,6 +200,44 @@ def test_chains_for_several_outcomes_are_drawn_together(depth: int, monkeypatch:
     assert all(len(found) == depth for found, _ in made)
 
 
+@pytest.mark.parametrize("shape", TREES)
+def test_a_tree_is_ready_when_its_outcome_comes_true(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the tree that would be drawn after the verdict."""
+    kind, parts = DraftShape.parse(shape), Parts(seed=7, support=4)
+    _, verified = first_round(parts, 20, depth=2, ahead=0, shape=kind)
+
+    def outcomes(growth: Any, most: int, acceptance: float) -> Any:
+        yield from ()
+        return [tuple(verified.tokens)]
+
+    monkeypatch.setattr(Growth, "outcomes", outcomes)
+    text, _ = first_round(parts, 20, depth=2, ahead=1, shape=kind)
+    assert text.next_proposal is not None
+    drafter, view, found = text.verifier.drafter, text.view, text.next_proposal.draft()
+
+    def alone() -> Any:
+        draft = yield from drafter.proposal(view, kind.deep(2)).complete()
+        draft.tokens.arrive((yield CopyToHost(draft.tokens.pending(), drafter.levels[-1])))
+        return draft
+
+    wanted = run_alone(alone())
+    assert len(found) > 2 and (found.tokens.known, found.tree) == (wanted.tokens.known, wanted.tree)
+
+
+def test_likely_outcomes_of_a_tree_by_hand() -> None:
+    """Two children of the sequence, and one below the elder."""
+    drafter: Any = SimpleNamespace(sampling=Sampling(Sampler(1.0), ScriptedDraws()))
+    drafter.stats = LevelStats("draft")
+    rows = [[0.6, 0.3, 0.1, 0.0], [0.0, 0.0, 0.8, 0.2], [0.9, 0.1, 0.0, 0.0], [0.4, 0.3, 0.2, 0.1]]
+    given = drafter, [0, 1, 2], Tree((ROOT, ROOT, 0)), torch.tensor(rows).log()
+    # 0 is rejected with a chance of 0.4, and 2 behind it with 0.2: as they are doubted, and 0.7 are accepted.
+    chances = {(1, 0): 0.3 * 0.9, (0, 2, 0): 0.6 * 0.8 * 0.4, (0, 3): 0.6 * 0.2, (2,): 0.1}
+    assert run_alone(likely_outcomes(*given, 9, 0.7)) == list(chances)
+    assert run_alone(likely_outcomes(*given, 1, 0.7)) == [(1, 0)]
+    # Where hardly any is accepted, the second child and what is neither come first.
+    assert run_alone(likely_outcomes(*given, 2, 0.1)) == [(1, 0), (2,)]
+
+
 def test_a_plain_round_drafts_nothing_ahead() -> None:
     text, round = first_round(Parts(seed=7, support=2), 9, depth=0, ahead=2)
     assert (
@@ -194,7 +251,8 @@ def test_likely_outcomes_by_hand() -> None:
     ) -> list[tuple[int, ...]]:
         drafter: Any = SimpleNamespace(sampling=Sampling(Sampler(temperature), ScriptedDraws()))
         drafter.stats = LevelStats("draft")
-        return run_alone(chain_outcomes(drafter, tokens, probs.log(), most, acceptance))
+        tree = forest([len(tokens)])
+        return run_alone(likely_outcomes(drafter, tokens, tree, probs.log(), most, acceptance))
 
     probs = torch.tensor([[0.9, 0.1, 0.0], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
     # The second token is doubted most; the third row says what would follow both.

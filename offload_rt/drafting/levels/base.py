@@ -164,7 +164,7 @@ class Level(ABC):
         needs_target_states: it goes on from hidden states that a level of the target left.
         of_target: it runs the target model.
         verifies: it can verify what a level below it drafts.
-        guesses: it can say what a verification of its chains may yield, so that the next draft may begin
+        guesses: it can say what a verification of its drafts may yield, so that the next draft may begin
             before the verdict.
         drafts_on_host: the CPU attends while it drafts, so that drafts wait for the CPU's share of a pass.
     """

@@ -110,7 +110,12 @@ class ModelLevel(Level):
         if order is None:
             return costs.pass_cost(self.running(sizes, first), queries, self._attended(sizes), graph=True)
         order = order.in_turn() if first and self.settings.calibrate else order
-        return costs.pass_cost_on_two(self.shape(sizes), order, queries, self._attended(sizes))
+        return costs.pass_cost_on_two(self._drafting(sizes), order, queries, self._attended(sizes))
+
+    def _drafting(self, sizes: Sizes) -> ModelShape:
+        """Returns the shape of its model as it drafts: of a target in two planes, by one of them."""
+        shape = self.shape(sizes)
+        return replace(shape, draft_plane=True) if self.of_target and shape.planes else shape
 
     def groups_on_two(self, sizes: Sizes) -> LayerOrder | None:
         shape = self.shape(sizes)
@@ -142,9 +147,7 @@ class ModelLevel(Level):
 
     def running(self, sizes: Sizes, first: bool) -> ModelShape:
         """Returns the shape of the layers that a pass runs."""
-        shape = self.shape(sizes)
-        if self.of_target and shape.planes:
-            shape = replace(shape, draft_plane=True)
+        shape = self._drafting(sizes)
         order = (
             None
             if first and self.settings.calibrate
