@@ -66,6 +66,7 @@ class Opened:
     other_links: Sequence[Link] = ()
     plan: Plan | None = None  # for the sizes that there must be room for; None: none were given
     notices: tuple[str, ...] = ()
+    owned: bool = False  # the models were loaded for this LLM
 
     def engine(
         self, link: Link | None, on_progress: ProgressReport | None, on_notice: Callable[[str], None]
@@ -78,7 +79,7 @@ class Opened:
             for model_and_name in (self.target, self.draft) if self.draft is not None else (self.target,):
                 refuse_dependent_rows(*model_and_name)
                 split = planes and model_and_name is self.target
-                models.append(open_runner(*model_and_name, on_notice, planes=split))
+                models.append(open_runner(*model_and_name, on_notice, planes=split, owned=self.owned))
                 refused.callback(models[-1].restore)
             small = models[1] if self.draft is not None else None
             configs = [config.having("weights.planes", "on" if planes else "off") for config in self.configs]
@@ -157,7 +158,8 @@ def open_models(
         notices.append("another GPU is idle: device cuda:0,cuda:1 lets it keep and attend KV, too")
     links = [CudaLink(device) for device in other_devices]
     plan_of_hint = None if size_hint is None else plan
-    return Opened((target, name), small, tokenizer, configs, links, plan_of_hint, tuple(notices))
+    opened = (target, name), small, tokenizer, configs, links, plan_of_hint, tuple(notices)
+    return Opened(*opened, owned=True)
 
 
 def chosen_head(overrides: Mapping[str, object], name: str, config: PretrainedConfig) -> str | None:

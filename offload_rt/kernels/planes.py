@@ -31,6 +31,7 @@ _NUMBERS = 2**11
 """Numbers that the two planes tell apart in a row; 0 stands for zero and for what is listed."""
 _MOST_LISTED = 2**-7
 """Share of a matrix that is listed at most; such lists are read by one thread for a row."""
+_EXPANDED = 2**22  # weights at a time
 _SPLIT_ROWS = 256  # of a matrix at a time, as splitting takes several times the memory of the weights
 _DRAFTING: ContextVar[bool] = ContextVar("drafting", default=False)
 
@@ -110,20 +111,38 @@ class WeightPlanes:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def expanded(self, *, draft: bool) -> Tensor:
-        """Returns the weights `[out, in]` as drafts or as verifications read them."""
-        numbers = (self.codes & 127).to(torch.int16) << REST_BITS
-        signs = (self.codes & 128).to(torch.int16) << 8
-        weights: Tensor
-        if draft:
-            weights = (signs | numbers + (self.lows + 2 ** (REST_BITS - 1))[:, None]).view(torch.bfloat16)
-            return weights
-        blocks = self.rests.unflatten(1, (-1, BLOCK // 2))
-        numbers |= torch.cat((blocks & 15, blocks >> REST_BITS), dim=2).flatten(1)
-        weights = (signs | (numbers + self.lows[:, None]) * (numbers != 0)).view(torch.bfloat16)
-        counts = self.starts.diff()
-        rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        weights[rows, self.columns.long()] = self.listed
+    @property
+    def finite(self) -> Tensor:
+        """Whether all weights are, bool on the device: the size of another one lifts the low of its row."""
+        return (self.lows <= 0x7F7F - (_NUMBERS - 1)).all()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def expanded(self, *, draft: bool, start: int = 0, stop: int | None = None) -> Tensor:
+        """Returns the weights `[out, in]` as drafts or as verifications read them.
+
+        Args:
+            start, stop: of the rows; None: to the last one.
+        """
+        outs, ins = self.shape
+        stop = outs if stop is None else stop
+        weights = torch.empty(stop - start, ins, dtype=self.dtype, device=self.device)
+        some = max(1, _EXPANDED // ins)  # rows at a time, as that takes several times their memory
+        for at in range(start, stop, some):
+            part = slice(at, min(at + some, stop))
+            out = weights[part.start - start : part.stop - start]
+            _expand_rows(self.codes[part], self.rests[part], self.lows[part], draft, out)
+        if not draft:
+            starts = self.starts[start : stop + 1]
+            listed = slice(int(starts[0]), int(starts[-1]))
+            rows = torch.arange(stop - start, device=self.device).repeat_interleave(starts.diff())
+            weights[rows, self.columns[listed].long()] = self.listed[listed]
         return weights
 
 
@@ -207,6 +226,19 @@ def _native_split() -> Callable[[Tensor, int], WeightPlanes | None] | None:
 
 def _starts(counts: Tensor) -> Tensor:
     return nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _expand_rows(codes: Tensor, rests: Tensor, lows: Tensor, draft: bool, out: Tensor) -> None:
+    """Writes rows of weights, those that are listed as zero; see `WeightPlanes`."""
+    numbers = (codes & 127).to(torch.int16) << REST_BITS
+    signs = (codes & 128).to(torch.int16) << 8
+    if draft:
+        bits = numbers + (lows + 2 ** (REST_BITS - 1))[:, None]
+    else:
+        blocks = rests.unflatten(1, (-1, BLOCK // 2))
+        numbers |= torch.cat((blocks & 15, blocks >> REST_BITS), dim=2).flatten(1)
+        bits = (numbers + lows[:, None]) * (numbers != 0)
+    out.view(torch.int16).copy_(signs | bits)
 
 
 def _split_rows(rows: Tensor) -> tuple[Tensor, ...]:

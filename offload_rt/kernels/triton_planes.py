@@ -170,6 +170,8 @@ def check(device: str) -> None:
             raise RuntimeError("a kernel expands weights in two planes to others")
         for count in (2, MOST_ROWS):
             rows = torch.randn(count, 256, generator=generator, device=device).to(torch.bfloat16)
-            close(
-                [plane_product(rows, planes.parts, None, draft).double()], [rows.double() @ plain.double().T]
-            )
+            bias = torch.randn(80, generator=generator, device=device).to(torch.bfloat16)
+            for added in (None, bias):
+                found = plane_product(rows, planes.parts, added, draft)
+                exact = rows.double() @ plain.double().T + (0.0 if added is None else added.double())
+                close([found.double()], [exact])

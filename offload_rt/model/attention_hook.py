@@ -182,6 +182,12 @@ def open_model(model: PreTrainedModel) -> None:
         model.eval()
 
 
+def open_count(model: PreTrainedModel) -> int:
+    """Returns how many runners have the model open."""
+    with _LOCK:
+        return len(_FOUND.get(model, ()))
+
+
 def restore_model(model: PreTrainedModel) -> None:
     """Undoes one `open_model`; the last call leaves the model as its owner gave it.
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from cpu_kv import KVLayout
 from offload_rt.caches.local_history import LocalLayers
 from offload_rt.errors import UsageError
+from offload_rt.kernels.planes import WeightPlanes
 from offload_rt.model.architecture import (
     CACHE_ARGUMENT,
     Rotary,
@@ -265,7 +266,11 @@ class Decoder:
         """Raises NotANumber if a weight is NaN or infinite."""
         for name, weight in named_weights(self.module):
             # Numbers of 8 bits are quantised, and torch cannot look at some of them.
-            if weight.itemsize > 1 and not bool(weight.isfinite().all()):
+            if isinstance(weight, WeightPlanes):
+                finite = bool(weight.finite)
+            else:
+                finite = weight.itemsize == 1 or bool(weight.isfinite().all())
+            if not finite:
                 raise NotANumber(
                     f"{self.name}: the weight {name} has NaN or infinite entries; check its file"
                 )

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offload_rt.errors import UsageError
 from offload_rt.kernels import plane_products
-from offload_rt.kernels.planes import PlaneLinear, WeightPlanes, draft_plane_alone
+from offload_rt.kernels.planes import BLOCK, PlaneLinear, WeightPlanes, draft_plane_alone
+from offload_rt.model.attention_hook import open_count
 from offload_rt.model.dense_layers import hooks_of
 
+_IN_USE = "{} is in use by an LLM whose weights are whole; close that first, or set it to auto or off"
 TRIAL_BYTES = 2**27
 """Bytes of the weights of a trial: more than a processor's cache holds."""
 _TRIALS = 6
@@ -36,22 +40,70 @@ class SplitWeights:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.uses = 0
         self._places: list[tuple[nn.Module, str, nn.Linear]] = []
-        for owner, name, linear in _linears(model):
-            if (planes := WeightPlanes.split(linear.weight)) is None:
-                continue
-            setattr(owner, name, PlaneLinear(planes, linear.bias))
-            linear.weight.data = linear.weight.new_empty(0)
-            self._places.append((owner, name, linear))
+        try:
+            for owner, name, linear in _linears(model):
+                if (planes := WeightPlanes.split(linear.weight)) is None:
+                    continue
+                setattr(owner, name, PlaneLinear(planes, linear.bias))
+                self._places.append((owner, name, linear))
+                linear.weight.data = linear.weight.new_empty(0)
+        except BaseException:
+            self.join()
+            raise
 
-    @torch.inference_mode()
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def join(self) -> None:
         """Gives the model its own modules and weights back."""
-        for owner, name, linear in self._places:
-            planes = getattr(owner, name).planes
-            linear.weight.data = planes.expanded(draft=False)
+        while self._places:
+            owner, name, linear = self._places[-1]
+            joined: Tensor = getattr(owner, name).planes.expanded(draft=False)
+            if not linear.weight.numel():
+                linear.weight.data = joined.clone() if joined.is_inference() else joined
             setattr(owner, name, linear)
-        self._places.clear()
+            self._places.pop()
+
+
+_SPLIT: WeakKeyDictionary[PreTrainedModel, SplitWeights] = WeakKeyDictionary()
+"""Models whose weights runners have split: they share them, and the last one joins them."""
+_LOCK = threading.Lock()
+
+
+def take_planes(model: PreTrainedModel, name: str, *, split: bool) -> SplitWeights | None:
+    """Takes the planes of a model that a runner has opened, until `give_back`; None: it has none.
+
+    Args:
+        split: split its weights, unless they are.
+
+    Raises:
+        UsageError: another runner computes with the weights that would be split.
+    """
+    with _LOCK:
+        found = _SPLIT.get(model)
+        if found is None and not split:
+            return None
+        if found is None:
+            if not in_planes(model) and open_count(model) > 1:
+                raise UsageError(f"weights.planes = on: {_IN_USE.format(name)}")
+            found = _SPLIT[model] = SplitWeights(model)
+        found.uses += 1
+        return found
+
+
+def give_back(model: PreTrainedModel, planes: SplitWeights, *, join: bool) -> None:
+    """Ends a use of planes.
+
+    Args:
+        join: the last use gives the model its weights back; else nobody needs them again.
+    """
+    with _LOCK:
+        planes.uses -= 1
+        if not planes.uses:
+            del _SPLIT[model]
+            if join:
+                planes.join()
 
 
 def splits(setting: str, model: PreTrainedModel, name: str, *, gain: bool) -> bool:
@@ -62,19 +114,25 @@ def splits(setting: str, model: PreTrainedModel, name: str, *, gain: bool) -> bo
         gain: it is expected to gain, if the kernels are fast here.
 
     Raises:
-        UsageError: `on`, and there is nothing to split.
+        UsageError: `on`, and there is nothing to split, or it cannot be.
     """
     if setting == "off" or (setting == "auto" and not gain):
         return False
-    some = in_planes(model) or any(linear.weight.dtype == torch.bfloat16 for *_, linear in _linears(model))
+    if in_planes(model):
+        return True
+    some = any(map(_may_split, (linear for *_, linear in _linears(model))))
     fault = plane_products.use_triton() if some and model.device.type == "cuda" else None
+    in_use = open_count(model) > 0
     if setting == "auto":
-        return some and fault is None and _drafts_gain(model)
+        return some and not in_use and fault is None and _drafts_gain(model)
     if not some:
         raise UsageError(
-            f"weights.planes = on: {name} has no linear layers with weights in bfloat16; load it with"
+            f"weights.planes = on: {name} has no linear layers with weights in bfloat16 whose width is a"
+            f" multiple of {BLOCK}; load it with"
             " --dtype bfloat16 and without --quantize, or leave weights.planes at auto"
         )
+    if in_use:
+        raise UsageError(f"weights.planes = on: {_IN_USE.format(name)}")
     if fault is not None:
         raise UsageError(f"weights.planes = on: its kernels do not run here: {fault}; set it to auto or off")
     return True
@@ -85,7 +143,7 @@ def _drafts_gain(model: PreTrainedModel) -> bool:
     """Returns whether products by the draft plane take less time, by a trial of some layers of a model."""
     some = list[nn.Linear]()
     for _, _, linear in _linears(model):
-        if linear.weight.dtype == torch.bfloat16:
+        if _may_split(linear):
             some.append(linear)
         if sum(linear.weight.nbytes for linear in some) >= TRIAL_BYTES:
             break
@@ -108,6 +166,10 @@ def _drafts_gain(model: PreTrainedModel) -> bool:
     with draft_plane_alone():
         times = [(timed(drafting), timed(some)) for _ in range(_TRIALS)][1:]
     return median(draft / plain for draft, plain in times) < _GAIN
+
+
+def _may_split(linear: nn.Linear) -> bool:
+    return linear.weight.dtype == torch.bfloat16 and linear.in_features % BLOCK == 0
 
 
 def in_planes(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from offload_rt.errors import UsageError
-from offload_rt.kernels.planes import PlaneLinear
+from offload_rt.kernels.planes import PlaneLinear, WeightPlanes
 from offload_rt.model.quantization import INT8, NF4
 
 _PACKED_ROWS = 32  # a multiple of which bitsandbytes needs on a processor with bfloat16 products
@@ -77,16 +77,16 @@ def move_scales(model: nn.Module) -> None:
             weight.CB, weight.SCB = weight.data, weight.SCB.to(weight.device)
 
 
-def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor | WeightPlanes]]:
     """Yields the names and tensors of all weights of a module, quantised or not.
 
-    Buffers that checkpoints hold are weights too: gptqmodel's matrices, the biases of routers. Weights in two
-    planes are joined, one matrix at a time.
+    Buffers that checkpoints hold are weights too: gptqmodel's matrices, the biases of routers. Those in
+    two planes are one weight of a linear layer.
     """
     seen = set[int]()
     for path, part in module.named_modules():
         if isinstance(part, PlaneLinear):
-            yield f"{path}.weight" if path else "weight", part.weight
+            yield f"{path}.weight" if path else "weight", part.planes
         for name, parameter in part.named_parameters(path, recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))

@@ -37,7 +37,7 @@ from offload_rt.model.draft_head import StateTap
 from offload_rt.model.fixed_rows import compute_in_fixed_rows, rows_are_alike
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.passes import BatchedAttention, PassInput, PassOutput
-from offload_rt.model.plane_weights import SplitWeights, in_planes
+from offload_rt.model.plane_weights import SplitWeights, give_back, in_planes, take_planes
 from offload_rt.model.recurrence import missing_kernels
 from offload_rt.model.remote_mlp import remote_mlps
 from offload_rt.model.self_check import TOKENS, Probe, check_against_own_forward, spread_positions
@@ -54,6 +54,7 @@ class CausalModel(Decoder):
         name: its name in messages.
         graphs: record and replay recurring passes; None: every pass is computed, on a CPU by native layers.
         planes: linear layers are in two planes until `restore`, of which drafts read one.
+        owned: nobody else uses the model, so that `restore` need not join its planes.
 
     Attributes:
         missing_kernels: packages without which recurrent layers are slow on a GPU.
@@ -63,13 +64,21 @@ class CausalModel(Decoder):
     """
 
     def __init__(
-        self, model: PreTrainedModel, name: str, graphs: PassGraphs | None = None, *, planes: bool = False
+        self,
+        model: PreTrainedModel,
+        name: str,
+        graphs: PassGraphs | None = None,
+        *,
+        planes: bool = False,
+        owned: bool = False,
     ) -> None:
         super().__init__(model, name)
-        self._split = SplitWeights(model) if planes else None
+        self._planes: SplitWeights | None = None
+        self._owned = owned
         self.graphs = graphs
         self._tap: StateTap | None = None
         try:
+            self._planes = take_planes(model, name, split=planes)
             with torch.inference_mode(), missing_kernels() as self.missing_kernels:
                 check_against_own_forward(self)
             self._long_context = None  # that of the check was copied from a runner which is not complete
@@ -84,9 +93,14 @@ class CausalModel(Decoder):
             raise
 
     def restore(self) -> None:
-        if self._split is not None:
-            self._split.join()
-        super().restore()
+        planes, self._planes = self._planes, None
+        try:
+            if planes is not None:
+                # What computes by the planes goes first: otherwise both forms would be in memory.
+                self._steps, self._head, self._long_context = list(self._blocks), self._own_head, None
+                give_back(self.module, planes, join=not self._owned)
+        finally:
+            super().restore()
 
     @property
     def differs_by(self) -> str | None:
@@ -319,18 +333,19 @@ def open_runner(
     capture: Capture | None = None,
     *,
     planes: bool = False,
+    owned: bool = False,
 ) -> CausalModel:
     """Returns the runner of a model; on a GPU it records recurring passes.
 
     Args:
-        planes: see `CausalModel`.
+        planes, owned: see `CausalModel`.
         on_notice: called with what makes it slow: kernels that are missing, or why recording failed.
         capture: how to record; None: CUDA graphs on a GPU, nothing on a CPU.
     """
     if capture is None and model.device.type == "cuda" and not remote_mlps(model):
         capture = CudaCapture(model.device)  # of one device
     graphs = None if capture is None else PassGraphs(name, model.device, capture, on_notice)
-    runner = CausalModel(model, name, graphs, planes=planes)
+    runner = CausalModel(model, name, graphs, planes=planes, owned=owned)
     if model.device.type == "cuda" and (missing := " ".join(sorted(runner.missing_kernels))):
         remedy = f"{pip_install()} {missing}"
         on_notice(f"{name}: its recurrent layers are slow without their kernels: {remedy}")

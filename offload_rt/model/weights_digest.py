@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from cpu_kv.sizes import dtype_name
+from offload_rt.kernels.planes import WeightPlanes
 from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.quantized_weights import bitsandbytes_scales, named_weights
 from offload_rt.model.runner import CausalModel
@@ -62,13 +64,27 @@ def weights_digest(model: CausalModel) -> str:
     for name, weight in weights:
         plain = name.replace(".mlp.block.", ".mlp.")  # on whichever GPU it is
         parts.append(f"{plain} {list(weight.shape)} {weight.dtype}")
-        sums.setdefault(weight.device, []).append(checksum(weight))
+        sums.setdefault(weight.device, []).append(_checksum_of(weight))
         devices.append(weight.device)
     # One read for each device; in an order that does not depend on where parameters are.
     arrived = {device: iter(torch.cat(device_sums).cpu().split([len(part) for part in device_sums]))
                for device, device_sums in sums.items()}  # fmt: skip
     parts += [next(arrived[device]).numpy().tobytes() for device in devices]
     return digest(*parts, digits=32)
+
+
+def _checksum_of(weight: Tensor | WeightPlanes) -> Tensor:
+    """Returns the checksum of a weight, which is joined some rows at a time where it is in two planes."""
+    if isinstance(weight, Tensor):
+        return checksum(weight)
+    outs, ins = weight.shape
+    words = _CHUNK * 4 // torch.bfloat16.itemsize
+    rows = words // math.gcd(words, ins)  # whole chunks
+    sums = [
+        checksum(weight.expanded(draft=False, start=start, stop=min(start + rows, outs)))
+        for start in range(0, outs, rows)
+    ]
+    return torch.cat([*(one[:-1] for one in sums[:-1]), sums[-1]])
 
 
 @torch.inference_mode()

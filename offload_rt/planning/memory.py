@@ -199,6 +199,8 @@ class MemoryBudget:
             memory["prefill"] += request.context * target.layer_token_bytes
         if target.gathers_experts:
             memory["experts"] = ceil(min(GATHERED_PAIRS, rows * target.chosen_experts) * target.expert_bytes)
+        if target.planes and not request.in_place:  # passes of more rows than a kernel's multiply with them
+            memory["expanded"] = target.intermediate * target.hidden * target.dtype.itemsize
         padded = 0 if request.in_place or not target.dense else -rows % PASS_ROWS
         padding = padded * target.vocabulary * target.dtype.itemsize
         return memory | {"logits": verdict_bytes(rows, target) + padding}

@@ -90,12 +90,14 @@ class PlanRequest:
     def may_split_weights(self) -> bool:
         """Planes of the target's weights may gain: by their size, or as the target drafts for itself.
 
-        A GPU needs room for all weights as they are loaded, and splits them there.
+        A GPU needs room for all weights as they are loaded, and splits them there. Where there are several,
+        MLP blocks are spread over them before that.
         """
         if self.in_place:
             return self.target.splits and any(level.of_target for level in self.levels)
         whole = self.target.in_planes(False).gpu_bytes
-        return self.target.splits and whole < self.hardware.gpus[0].memory_bytes
+        alone = len(self.hardware.gpus) == 1
+        return self.target.splits and alone and whole < self.hardware.gpus[0].memory_bytes
 
     @property
     def retrieves(self) -> bool:

@@ -73,7 +73,10 @@ class SequencePlan:
         tiers = {name: getattr(planned.offload, name) for name in ("resident_tokens", "cpu_tokens")}
         offload = replace(config.offload, **tiers)
         try:
-            config = replace(config, store=planned.store, retrieval=retrieval, offload=offload)
+            # The weights are as they are, in planes or not.
+            config = replace(
+                config, store=planned.store, weights=planned.weights, retrieval=retrieval, offload=offload
+            )
         except InvalidValue as error:
             raise UsageError(f"config {config.name} does not suit what was read: {error}") from error
         for key, left_open in LEFT_OPEN.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from functools import cached_property
 
 import torch
@@ -76,7 +77,8 @@ class SecondDevice:
                 return work()
 
         self.exchanges += 1
-        return self._thread.submit(on_stream)
+        # With the context variables of the caller: which planes of weights are read is one.
+        return self._thread.submit(copy_context().run, on_stream)
 
     def finish(self, future: Future[Tensor]) -> Tensor:
         """Waits until what `start` returned is enqueued; returns its result on the home device."""

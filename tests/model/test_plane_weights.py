@@ -15,16 +15,24 @@ from support.tiny_models import tiny_target, to
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cpu_kv import CpuLink
 from offload_rt import LLM, SamplingParams, UsageError
 from offload_rt.kernels import plane_products
-from offload_rt.kernels.planes import PlaneLinear
+from offload_rt.kernels.planes import (
+    PlaneLinear,
+    WeightPlanes,
+    draft_plane_alone,
+    reads_draft_plane_alone,
+)
 from offload_rt.model import plane_weights
+from offload_rt.model.attention_hook import ATTENTION_NAME
 from offload_rt.model.decoder import NotANumber
 from offload_rt.model.layer_order import LayerOrder
 from offload_rt.model.plane_weights import SplitWeights, in_planes, splits
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.self_check import TOKENS, Probe
 from offload_rt.model.weights_digest import weights_digest
+from offload_rt.system.second_device import SecondDevice
 
 NATIVE = ["llama-gqa", "qwen3"]
 """Architectures whose layers the native library computes. Products of others are those of torch, which sums
@@ -169,3 +177,74 @@ def test_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None
     assert found[0].tokens == found[1].tokens
     assert found[1].timings.accepted_tokens > 0
     assert not in_planes(target)
+
+
+def generated(llm: LLM) -> list[int]:
+    return llm.generate(PROMPT, SamplingParams(max_tokens=8)).tokens
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_llms_share_the_planes_of_a_model(first: int) -> None:
+    """The weights are joined when the last one is closed, in whichever order."""
+    target = model_of("llama-gqa")
+    with LLM.from_models(target, config="plain") as llm:
+        expected = generated(llm)
+    llms = [
+        LLM.from_models(target, config="retrieval", overrides=overrides(planes)) for planes in ("on", "off")
+    ]
+    assert [generated(llm) for llm in llms] == [expected, expected]
+    llms[first].close()
+    assert in_planes(target) and generated(llms[1 - first]) == expected
+    llms[1 - first].close()
+    assert not in_planes(target)
+    with LLM.from_models(target, config="plain") as llm:
+        assert generated(llm) == expected
+
+
+def test_weights_that_another_llm_computes_with_are_not_split() -> None:
+    target = model_of("llama-gqa")
+    with LLM.from_models(target, config="plain") as llm:
+        expected = generated(llm)
+        with pytest.raises(
+            UsageError, match="weights.planes = on: .* is in use by an LLM .*close that first"
+        ):
+            LLM.from_models(target, config="retrieval", overrides=overrides("on"))
+        assert not in_planes(target) and generated(llm) == expected
+
+
+def test_a_model_can_be_trained_afterwards() -> None:
+    target = model_of("llama")
+    with LLM.from_models(target, config="plain", overrides=overrides("on")) as llm:
+        generated(llm)
+    target.requires_grad_(True)
+    loss = target(torch.tensor([PROMPT[:9]])).logits.float().square().mean()
+    loss.backward()
+    for name, weight in target.named_parameters():
+        assert not weight.is_inference() and weight.grad is not None, name
+
+
+def test_what_fails_in_the_middle_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, split, calls = model_of("llama"), WeightPlanes.split, itertools.count()
+    before = {name: weight.clone() for name, weight in target.state_dict().items()}
+
+    def failing(weight: Tensor) -> WeightPlanes | None:
+        if next(calls) == 9:
+            raise MemoryError
+        return split(weight)
+
+    monkeypatch.setattr(WeightPlanes, "split", failing)
+    with pytest.raises(MemoryError):
+        CausalModel(target, "tiny", planes=True)
+    assert not in_planes(target) and target.config._attn_implementation != ATTENTION_NAME
+    assert all(torch.equal(weight, before[name]) for name, weight in target.state_dict().items())
+
+
+def test_a_second_device_reads_what_its_caller_reads() -> None:
+    second = SecondDevice(torch.device("cpu"), CpuLink(), threads=1)
+    try:
+        for alone in (False, True):
+            with draft_plane_alone(alone):
+                started = second.start(lambda: torch.tensor(reads_draft_plane_alone()))
+            assert bool(second.finish(started)) is alone
+    finally:
+        second.close()
