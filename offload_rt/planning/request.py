@@ -212,15 +212,19 @@ def allowed_drafts(shape: DraftShape, *models: ModelShape | None) -> list[DraftS
     return [kind for kind in shapes if kind.kind in ("chain", "sequences")] or CHAIN.candidates()
 
 
+class ContextTooLong(UsageError):
+    """Raised for a sequence of more tokens than its model has positions."""
+
+
 def check_positions(model: ModelShape | CausalModel, prompt_tokens: int, new_tokens: int) -> None:
-    """Raises UsageError where a sequence has more tokens than the model has positions."""
+    """Raises ContextTooLong where a sequence has more tokens than the model has positions."""
     limit = model.max_positions
     if prompt_tokens + new_tokens <= limit:
         return
     fitting = [f"{limit - new_tokens} prompt tokens"] if new_tokens < limit else []
     if prompt_tokens < limit:
         fitting.append(f"{limit - prompt_tokens} new tokens")
-    raise UsageError(
+    raise ContextTooLong(
         f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of "
         f"{model.name}: use at most {' or '.join(fitting) or f'{limit} together'}"
         + yarn_hint(model, prompt_tokens + new_tokens)

@@ -13,12 +13,15 @@ from starlette.types import Receive, Scope, Send
 
 from offload_rt.engine.results import TokenEvent
 from offload_rt.errors import UsageError, first_line
+from offload_rt.planning.request import ContextTooLong
 from offload_rt.server.errors import ApiError, error_json
 from offload_rt.server.replies import Json, Reply, timings, usage
 from offload_rt.server.schema import GenerationRequest
 from offload_rt.server.worker import Closing, Event, Finished, Job, PromptProgress, QueueFull
 
-KEEP_ALIVE_S = 10.0
+WAITING = ": waiting\n\n"
+"""A comment in a stream."""
+KEEP_ALIVE_S = 5.0
 """Time without an event after which a stream sends a comment, so that no client thinks it dead."""
 
 
@@ -65,26 +68,18 @@ class Answering:
         return JSONResponse(answer | self._timings())
 
     async def stream(self, request: Request) -> Response:
-        """Returns a stream of server-sent events, once the first job's turn has come: it may be refused."""
-        try:
-            while (first := await self._chunks(request)) is None:
-                pass
-        except BaseException:
-            self.cancel()
-            raise
-        return EventStream(self._lines(request, first), self.cancel)
+        """Returns a stream of server-sent events. It begins at once: a later refusal is an event."""
+        return EventStream(self._lines(request), self.cancel)
 
-    async def _lines(self, request: Request, first: list[Json]) -> AsyncIterator[str]:
+    async def _lines(self, request: Request) -> AsyncIterator[str]:
         try:
-            chunks: list[Json] | None = first
-            while True:
+            yield WAITING  # so that a client whose turn is late sees that it waits
+            while not self._ended:
+                chunks = await self._chunks(request)
                 if chunks is None:
-                    yield ": waiting\n\n"
+                    yield WAITING
                 for chunk in chunks or ():
                     yield _line(chunk)
-                if self._ended:
-                    break
-                chunks = await self._chunks(request)
             options = self._request.stream_options
             if options is not None and options.include_usage:
                 yield _line(self._replies[0].chunk([], usage=usage(self._finished, self._prompts)))
@@ -174,6 +169,8 @@ def explained(error: BaseException) -> tuple[int, str, str, str | None]:
     """Returns status, message, code and field of an error."""
     if isinstance(error, ApiError):
         return error.status, str(error), error.code, error.param
+    if isinstance(error, ContextTooLong):
+        return 400, str(error), "context_length_exceeded", "messages"
     if isinstance(error, UsageError):
         return 400, str(error), "invalid_request", None
     if isinstance(error, QueueFull):

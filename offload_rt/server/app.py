@@ -87,9 +87,11 @@ class Service:
         return await self._generate(request, body, prompts, new_id("cmpl"), CompletionReply)
 
     async def models(self, request: Request) -> Response:
-        model = {"id": self._name, "object": "model", "created": self._began, "owned_by": "offload-rt"}
-        listed = model | {"max_model_len": self._llm.engine.target.max_positions}
-        return JSONResponse({"object": "list", "data": [listed]})
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["model"])
+        return JSONResponse(self._model)
 
     async def tokenize(self, request: Request) -> Response:
         body = await _body(request, TokenizeRequest)
@@ -127,6 +129,17 @@ class Service:
 
     # What they share:
 
+    @property
+    def _model(self) -> dict[str, object]:
+        model = {"id": self._name, "object": "model", "created": self._began, "owned_by": "offload-rt"}
+        return model | {"max_model_len": self._llm.engine.target.max_positions}
+
+    def _check_model(self, name: str | None) -> None:
+        """Raises ApiError for another model than the one that is served; None: any."""
+        if name not in (None, self._name):
+            message = f"model {name!r} is not served here: use {self._name!r}"
+            raise ApiError(404, message, "model_not_found", "model")
+
     async def _tokenized(
         self, encode: Callable[..., list[int]], *arguments: Any, **options: Any
     ) -> list[int]:
@@ -140,10 +153,9 @@ class Service:
             raise UsageError(f"{choices} choices are more than the {limit} that fit: ask for fewer at a time")
 
     def _limit(self, body: GenerationRequest, tokens: Sequence[int]) -> int:
-        """Returns the most new tokens behind a prompt. Raises UsageError where they do not fit."""
+        """Returns the most new tokens behind a prompt. Raises ContextTooLong where not one fits."""
         target = self._llm.engine.target
-        room = target.max_positions - len(tokens)
-        limit = body.limit or max(1, min(self._max_tokens, room))
+        limit = max(1, min(body.limit or self._max_tokens, target.max_positions - len(tokens)))
         check_positions(target, len(tokens), limit)
         return limit
 
@@ -156,13 +168,7 @@ class Service:
         kind: Callable[..., Reply],
     ) -> Response:
         """Answers a request for completions of prompts, as one object or as a stream of them."""
-        if body.model not in (None, self._name):
-            raise ApiError(
-                404,
-                f"model {body.model!r} is not served here: use {self._name!r}",
-                "model_not_found",
-                "model",
-            )
+        self._check_model(body.model)
         suggested = self._llm.model_sampling or SamplingParams()
         loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
@@ -253,6 +259,7 @@ def create_app(
         route("/v1/chat/completions", service.chat, "POST"),
         route("/v1/completions", service.complete, "POST"),
         route("/v1/models", service.models, "GET"),
+        route("/v1/models/{model:path}", service.model, "GET"),
         route("/tokenize", service.tokenize, "POST"),
         route("/document", service.document, "POST"),
         route("/health", service.health, "GET"),

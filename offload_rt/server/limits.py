@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 import re
+import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -15,6 +16,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+"""What a client may name its request, to find it again in the answer."""
 PUBLIC = ("/", "/health")
 """Paths that take no key: neither tells anything of a user."""
 
@@ -23,7 +26,7 @@ class Limits:
     """ASGI middleware around the whole server.
 
     Args:
-        api_key: what clients must send as a bearer token; None: nothing.
+        api_key: what clients must send as a bearer token, or as Anthropic's do; None: nothing.
         body_bytes: the largest body that is read.
         hosts: names that the `Host` header may have; None: any. A page of another site can reach a server on
             this machine under a name of its own (DNS rebinding), and is refused by that name.
@@ -50,14 +53,20 @@ class Limits:
             await self._app(scope, receive, send)
             return
 
-        async def counted(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                self._on_answer(message["status"])
-            await send(message)
-
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
         }
+        request_id = headers.get("x-request-id", "")
+        if not REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+
+        async def counted(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self._on_answer(message["status"])
+                own = (b"x-request-id", request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), own]}
+            await send(message)
+
         refusal = self._refused(scope, headers)
         if refusal is not None:
             await error_response(*refusal)(scope, receive, counted)
@@ -93,10 +102,15 @@ class Limits:
                 f"host {host!r} is not this server: use http://127.0.0.1, or serve with --host",
                 "host",
             )
-        key = re.sub("^Bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE)
+        bearer = re.sub("^Bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE)
+        key = bearer or headers.get("x-api-key", "")
         open_to_all = scope["path"] in PUBLIC or scope["method"] == "OPTIONS"
         if self._api_key and not open_to_all and not _equal(key, self._api_key):
-            return 401, "the API key is missing or wrong: send it as a bearer token", "invalid_api_key"
+            return (
+                401,
+                "the API key is missing or wrong: send it as a bearer token or as x-api-key",
+                "invalid_api_key",
+            )
         kind = headers.get("content-type", "").split(";")[0].strip().lower()
         # Browsers let any page send forms and plain text to this server, but ask before they send JSON.
         if scope["method"] == "POST" and kind != "application/json":

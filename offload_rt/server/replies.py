@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+import offload_rt
 from offload_rt.engine.results import FinishReason, TokenEvent
 from offload_rt.server.worker import Finished, PromptProgress
 from offload_rt.text.thoughts import ThoughtSplitter
@@ -46,6 +47,7 @@ class Reply(ABC):
         self.index = index
         self.finished: Finished | None = None
         self._base = {"id": request_id, "created": int(time.time()), "model": model}
+        self._base["system_fingerprint"] = f"offload-rt-{offload_rt.__version__}"
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._with_logprobs = with_logprobs
         self._tokens: list[TokenEvent] = []

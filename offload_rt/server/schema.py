@@ -29,14 +29,17 @@ UNSUPPORTED = frozenset(
         "modalities",
     }
     | {"prediction", "moderation", "reasoning_effort", "verbosity", "web_search_options", "best_of", "echo"}
-    | {"suffix", "json_schema", "grammar", "guided_json", "guided_regex"}
+    | {"suffix", "json_schema", "grammar", "guided_json", "guided_regex", "min_tokens", "stop_token_ids"}
 )
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "best_of": (1,),
+    "reasoning_effort": ("none",),
 }
-"""Values of unsupported fields that ask for nothing, beside null, false, an empty text, list or object."""
+"""Values of unsupported fields that ask for nothing, beside null, false, 0, an empty text, list or object."""
+UNLIMITED = ("seed", "max_tokens", "max_completion_tokens", "top_k")
+"""Fields whose value -1 asks for nothing: for any seed, and for no limit."""
 
 GIVEN = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
@@ -147,7 +150,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def alternatives(self) -> int | None:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise UsageError("top_logprobs is given without logprobs: add logprobs=true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -217,6 +220,8 @@ def supported(body: Mapping[str, Any]) -> dict[str, Any]:
         if name in UNSUPPORTED:
             if value and value not in NEUTRAL.get(name, ()):
                 raise UsageError(f"{name} is not supported by this server: leave it out")
-        elif name not in IGNORED and value is not None:
+        elif name in IGNORED or value is None or (name in UNLIMITED and value == -1):
+            continue
+        elif name != "stop" or value != "":
             values[name] = value
     return values

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "user", "assistant")
-TAKEN = ("role", "content", "reasoning_content")
-"""Keys of a message that may have a value."""
+ALIASES = {"developer": "system"}
+"""Roles that are others by a newer name."""
+UNSUPPORTED_KEYS = ("tool_calls", "tool_call_id", "function_call", "audio", "images")
+"""Keys of a message that would change what is read. Others change nothing, and are taken."""
 SPECIAL_TEMPLATES = ("tool_use", "rag")
 """Names that templates for chats with tools or documents usually have."""
 Messages = Sequence[Mapping[str, Any]]
@@ -34,9 +36,10 @@ def checked_messages(messages: object) -> list[Message]:
     """Returns chat messages with their contents as strings; joins the parts of a content by line breaks.
 
     Args:
-        messages: mappings of `role` (system, user or assistant) and `content`: a str, or OpenAI's list of
-            parts `{"type": "text", "text": …}`. Other keys may be there if their value is None or empty, and
-            the `reasoning_content` of an answer, which is not read again.
+        messages: mappings of `role` (system, which may be called developer, user or assistant) and `content`:
+            a str, or OpenAI's list of parts `{"type": "text", "text": …}`; that of an answer may be None.
+            Other keys are not read, such as the `name` of a participant or the `reasoning_content` of an
+            answer; tool calls and the like are refused.
 
     Raises:
         UsageError: names the number of the message, from 1, and what is wrong with it.
@@ -50,12 +53,16 @@ def checked_messages(messages: object) -> list[Message]:
 def _checked(place: str, message: object) -> Message:
     if not isinstance(message, Mapping):
         raise UsageError(f"{place} is {briefly(message)}: give a dict of role and content")
-    unsupported = [key for key, value in message.items() if value and key not in TAKEN]
+    unsupported = [key for key in UNSUPPORTED_KEYS if message.get(key)]
     if unsupported:
         raise UsageError(f"{place} has {briefly(unsupported[0])}, which is not supported: leave it out")
-    if (role := message.get("role")) not in ROLES:
+    named = message.get("role")
+    role = ALIASES.get(named, named) if isinstance(named, str) else named
+    if role not in ROLES:
         raise UsageError(f"{place} has the role {briefly(role)}: use {', '.join(ROLES)}")
     content = message.get("content")
+    if content is None and role == "assistant":
+        content = ""
     if isinstance(content, list | tuple):
         content = "\n".join(_part(f"{place}, part {number}", part) for number, part in enumerate(content, 1))
     if not isinstance(content, str):

@@ -360,7 +360,6 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": HI, "model": "\ud800"}, 404, r"model '\ud800' is not served"),
     (CHAT, {"messages": [1]}, 400, "message 1 is 1: give a dict"),
     (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_tokens"),
-    (CHAT, {"messages": HI, "max_tokens": 9000}, 400, "more than the 8192 positions"),
     (CHAT, {"messages": about("Who?", 3 * BOOK)}, 400, "more than the 8192 positions"),
     (CHAT, {"messages": HI, "n": 99}, 400, "n: "),
     (CHAT, {"messages": HI, "stop": [""]}, 400, "stop string is empty"),
@@ -375,6 +374,9 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/document", {"name": "\udfff.txt", "data": ""}, 400, r"file \udfff.txt: is empty"),
     ("/chat/completions", {}, 404, "/chat/completions: Not Found; there are /v1/chat/completions, "),
     ("/v1/models", {}, 405, "Method Not Allowed"),
+    (CHAT, {"messages": HI, "min_tokens": 3}, 400, "min_tokens is not supported"),
+    (CHAT, {"messages": HI, "reasoning_effort": "high"}, 400, "reasoning_effort is not supported"),
+    (CHAT, {"messages": HI, "seed": -2}, 400, "seed"),
 ]
 
 
@@ -400,6 +402,37 @@ def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
     body = {"messages": HI, "max_tokens": 1, "user": "me", "metadata": {"a": "b"}, "seed": None}
     body |= {"tools": [], "response_format": {"type": "text"}, "logit_bias": {}, "store": False}
     assert post(served, CHAT, body)[0] == 200
+    body = {"messages": HI, "max_tokens": 1, "seed": -1, "top_k": -1, "stop": "", "min_tokens": 0}
+    body |= {"logprobs": False, "top_logprobs": 0, "reasoning_effort": "none", "stop_token_ids": []}
+    status, answer = post(served, CHAT, body | {"max_completion_tokens": -1})
+    assert status == 200 and answer["choices"][0]["logprobs"] is None
+
+
+def test_a_limit_of_tokens_is_no_demand(served: Served) -> None:
+    body = {"prompt": [5] * 8189, "max_tokens": 100, "ignore_eos": True}
+    status, answer = post(served, COMPLETION, body)
+    assert status == 200 and answer["usage"]["completion_tokens"] == 3
+    assert answer["choices"][0]["finish_reason"] == "length"
+    status, answer = post(served, COMPLETION, {"prompt": [5] * 8192})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_model_is_described_by_its_name(served: Served) -> None:
+    client: Any = served.client()
+    (listed,) = client.models.list().data
+    assert client.models.retrieve(NAME) == listed
+    with pytest.raises(openai.NotFoundError, match="model 'a/b' is not served here: use 'tiny'"):
+        client.models.retrieve("a/b")
+
+
+def test_an_answer_names_its_request_and_its_program(served: Served) -> None:
+    client: Any = served.client()
+    question = {"model": NAME, "messages": HI, "max_tokens": 1}
+    raw = client.chat.completions.with_raw_response.create(**question, extra_headers={"x-request-id": "a-7"})
+    assert raw.headers["x-request-id"] == "a-7"
+    assert raw.parse().system_fingerprint.startswith("offload-rt-")
+    made = client.chat.completions.create(**question)
+    assert len(made._request_id) == 32
 
 
 def test_a_full_queue_is_429(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,6 +443,21 @@ def test_a_full_queue_is_429(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(openai.RateLimitError, match="too many requests are waiting"):
                 asked(served, "A third?")
         assert all(one.result().choices for one in going)
+
+
+def test_a_stream_in_the_queue_begins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(parallel=1, waiting=1, layers=1) as served, ThreadPoolExecutor(1) as pool:
+        with steps_held_after(monkeypatch, 0):
+            first = pool.submit(asked, served, "A?")
+            served.wait_until(lambda: served.worker.running == 1 and not served.worker.waiting)
+            connection = served.connect()
+            body = json.dumps({"messages": HI, "max_tokens": 2, "stream": True})
+            connection.request("POST", CHAT, body, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.status == 200 and answer.readline() == b": waiting\n"
+            assert served.worker.running == served.worker.waiting == 1
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+        assert first.result().choices
 
 
 def test_clients_that_leave_the_queue_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,6 +567,8 @@ def test_keys_hosts_and_large_bodies() -> None:
         assert post(served, CHAT, body)[0] == post(served, CHAT, body, authorization="Bearer x")[0] == 401
         key = {"authorization": "bearer " + "schlüssel".encode().decode("latin-1")}
         assert post(served, CHAT, body, **key)[0] == 200
+        assert post(served, CHAT, body, **{"x-api-key": key["authorization"].split()[1]})[0] == 200
+        assert post(served, CHAT, body, **{"x-api-key": "x"})[0] == 401
         assert served.call("/health")[0] == 200
         assert post(served, CHAT, body, host="evil.example", **key)[0] == 403
         assert [served.call("/health", host=host)[0] for host in ("[::1]", "[::1]:80", "::2")] == [

@@ -202,6 +202,7 @@ def test_without_a_template_generate_is_named() -> None:
         ([user("a"), {"role": "user"}], "message 2 has the content None: give a text"),
         ([{"role": "user", "content": b"a"}], "message 1 has the content b'a'"),
         ([{**user("a"), "tool_calls": [{}]}], "message 1 has 'tool_calls', which is not supported"),
+        ([{"role": ["user"], "content": "a"}], "message 1 has the role ['user']"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],
             "message 1, part 2 is 'image_url': only parts of type 'text'",
@@ -220,6 +221,15 @@ def test_the_parts_of_a_content_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     given = [{"role": "user", "content": parts, "name": None}]
     assert checked_messages(given) == [user("a\nb")]
+
+
+def test_roles_and_keys_of_other_programs() -> None:
+    given = [
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": "a", "name": "ahab", "id": "7", "timestamp": 1},
+        {"role": "assistant", "content": None, "annotations": [], "function_call": None},
+    ]
+    assert checked_messages(given) == [system("s"), user("a"), {"role": "assistant", "content": ""}]
 
 
 def test_an_answer_with_its_thoughts_may_be_given_back() -> None:
