@@ -17,6 +17,8 @@ from offload_rt.text.json_grammar import checked_schema
 
 MOST_ALTERNATIVES = 20
 """Most tokens whose log probabilities are reported in the place of one."""
+MOST_STOPS, LONGEST_STOP = 64, 4096
+"""Most stop strings, and characters of one: every token is searched for all of them."""
 
 
 def integer(name: str, value: object) -> int:
@@ -118,11 +120,15 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     if isinstance(stop, bytes) or not isinstance(stop, Collection):
         raise UsageError(f"stop must be a string or a sequence of strings, got {briefly(stop)}")
     strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(strings) > MOST_STOPS:
+        raise UsageError(f"{len(strings)} stop strings are given: use at most {MOST_STOPS}")
     for text in strings:
         if not isinstance(text, str):
             raise UsageError(f"a stop string must be a str, got {briefly(text)}")
         if not text:
             raise UsageError("a stop string is empty: leave it out")
+        if len(text) > LONGEST_STOP:
+            raise UsageError(f"a stop string has {len(text)} characters: use at most {LONGEST_STOP}")
     return strings
 
 

@@ -36,6 +36,6 @@ def error_json(status: int, message: str, code: str, param: str | None = None) -
 def error_response(status: int, message: str, code: str, param: str | None = None) -> JSONResponse:
     """Returns the response of an error."""
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
-    if status in (401, 403, 413, 415):  # the rest of the body is not read
+    if status in (401, 403, 408, 413, 415):  # the rest of the body is not read
         headers["Connection"] = "close"
     return JSONResponse(error_json(status, message, code, param), status, headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import re
@@ -18,6 +19,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """What a client may name its request, to find it again in the answer."""
+BODY_TIMEOUT_S = 60.0
 PUBLIC = ("/", "/health")
 """Paths that take no key: neither tells anything of a user."""
 
@@ -31,6 +33,7 @@ class Limits:
         hosts: names that the `Host` header may have; None: any. A page of another site can reach a server on
             this machine under a name of its own (DNS rebinding), and is refused by that name.
         on_answer: called with the status of each answer.
+        body_timeout_s: seconds that the next piece of a body may take.
     """
 
     def __init__(
@@ -41,12 +44,14 @@ class Limits:
         body_bytes: int,
         hosts: frozenset[str] | None,
         on_answer: Callable[[int], object],
+        body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
         self._app = app
         self._api_key = api_key
         self._body_bytes = body_bytes
         self._hosts = hosts
         self._on_answer = on_answer
+        self._body_timeout_s = body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,7 +78,11 @@ class Limits:
             return
         body = bytearray()
         while True:
-            message = await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._body_timeout_s)
+            except TimeoutError:
+                await error_response(*self._too_slow())(scope, receive, counted)
+                return
             if message["type"] == "http.disconnect":
                 return
             body += message.get("body", b"")
@@ -119,6 +128,10 @@ class Limits:
         if length.isdecimal() and int(length) > self._body_bytes:
             return self._too_large()
         return None
+
+    def _too_slow(self) -> tuple[int, str, str]:
+        limit = f"{self._body_timeout_s:g} seconds"
+        return 408, f"nothing more of the body came for {limit}: send it in one go", "body_timeout"
 
     def _too_large(self) -> tuple[int, str, str]:
         limit = f"{self._body_bytes / 2**20:g} MiB"

@@ -99,6 +99,8 @@ def test_bad_sampling_params(name: str, value: Any) -> None:
 def test_bad_stop_strings() -> None:
     for stop, message in (
         (["a", b"b"], r"a stop string must be a str, got b'b'"),
+        (["a" * 4097], r"a stop string has 4097 characters: use at most 4096"),
+        (["a"] * 65, r"65 stop strings are given: use at most 64"),
         (("a", ""), "a stop string is empty"),
     ):
         with pytest.raises(UsageError, match=message):

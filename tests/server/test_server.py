@@ -23,6 +23,7 @@ from offload_rt.api.sessions import SessionFolder
 from offload_rt.commands.serve import LOOPBACK
 from offload_rt.engine.engine import Engine
 from offload_rt.errors import UsageError
+from offload_rt.server.limits import Limits
 from offload_rt.server.replies import ChatReply
 from offload_rt.server.worker import Worker
 from offload_rt.text.thoughts import ThoughtSplitter
@@ -558,6 +559,28 @@ def test_nobody_waits_for_a_worker_that_has_died(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(Worker, "_step", lambda worker: 1 / 0)
         assert [post(served, CHAT, {"messages": HI})[0] for _ in range(2)] == [503, 503]
         assert served.call("/health")[0] == 503
+
+
+def test_a_body_that_does_not_come_is_refused() -> None:
+    sent = list[Any]()
+
+    async def never() -> Any:
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(*given: Any) -> None:
+        raise AssertionError("the request is not complete")
+
+    answered = list[int]()
+    limits = Limits(
+        app, api_key=None, body_bytes=99, hosts=None, on_answer=answered.append, body_timeout_s=0.01
+    )
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers}
+    asyncio.run(limits(scope, never, send))
+    assert answered == [sent[0]["status"]] == [408] and b"nothing more of the body" in sent[1]["body"]
 
 
 def test_keys_hosts_and_large_bodies() -> None:
