@@ -256,7 +256,7 @@ def test_what_is_no_number_of_tokens(text: str) -> None:
 def test_yarn_gives_a_model_its_positions(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--model Qwen3-32B --context 128k --gpu h100 --gpus 2 --config plain"
     out, _ = run(f"{flags} --rope yarn:4")
-    assert "plan       qwen3-32b in bfloat16 in two planes, prompt of 130,816 tokens, 256 new" in out
+    assert "plan       qwen3-32b in bfloat16, prompt of 130,816 tokens, 256 new" in out
     # 32,768 positions were trained, not the 40,960 of the config.
     assert cli.main(["plan", *flags.split(), "--rope", "yarn:3.9"]) == 2
     assert "more than the 127795 positions of qwen3-32b" in capsys.readouterr().err
