@@ -300,7 +300,7 @@ def test_attention_over_a_tail(
             close(lse[:, rows], scores.logsumexp(-1), dtype)
 
 
-@settings(WIDE, max_examples=9)
+@settings(WIDE, max_examples=6)
 @given(
     data=st.data(),
     dtype=DTYPES,

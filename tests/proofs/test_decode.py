@@ -90,8 +90,10 @@ TREES = ["tree:2,1", "grown:3", "sequences:2"]
 
 @pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(1.0)], ids=["greedy", "T=1"])
 @pytest.mark.parametrize("clock", ["never", "after an odd choice"])
-@pytest.mark.parametrize("shape", TREES)
-@pytest.mark.parametrize("name", ["retrieval", "naive", "head"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*(("retrieval", shape) for shape in TREES), ("naive", "tree:2,1"), ("head", "grown:3")],
+)
 def test_trees_are_drafted_ahead_in_the_same_distribution(
     name: str, shape: str, clock: str, sampler: Sampler
 ) -> None:
