@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from offload_rt.errors import UsageError
 from offload_rt.kernels import plane_products
+from offload_rt.kernels.dense import Linear, NativeProduct, supports
 from offload_rt.kernels.planes import BLOCK, PlaneLinear, WeightPlanes, draft_plane_alone
 from offload_rt.model.attention_hook import open_count
 from offload_rt.model.dense_layers import hooks_of
@@ -155,17 +156,23 @@ def _drafts_gain(model: PreTrainedModel) -> bool:
         return False
     inputs = [linear.weight.new_zeros(1, linear.in_features) for linear in some]
 
-    def timed(linears: Sequence[nn.Module]) -> float:
+    def timed(products: Sequence[Callable[[Tensor], Tensor]]) -> float:
         start = time.perf_counter()
-        for linear, one in zip(linears, inputs, strict=True):
-            linear(one)
+        for product, one in zip(products, inputs, strict=True):
+            product(one)
         if one.is_cuda:
             torch.cuda.synchronize(one.device)
         return time.perf_counter() - start
 
+    ways = [_product(linear) for linear in drafting], [_product(linear) for linear in some]
     with draft_plane_alone():
-        times = [(timed(drafting), timed(some)) for _ in range(_TRIALS)][1:]
+        times = [(timed(ways[0]), timed(ways[1])) for _ in range(_TRIALS)][1:]
     return median(draft / plain for draft, plain in times) < _GAIN
+
+
+def _product(linear: Linear) -> Callable[[Tensor], Tensor]:
+    """Returns what computes a product in passes: on a CPU the native library, where it can."""
+    return NativeProduct(linear, None) if supports(linear, torch.bfloat16) else linear
 
 
 def _may_split(linear: nn.Linear) -> bool:
