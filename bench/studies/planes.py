@@ -14,9 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bench.results import Row
 from bench.studies.study import Part, Study, Subject, elapsed_ms
-from offload_rt.attention.sums import Softmax
-from offload_rt.caches.local import NO_LOCAL_STATE
 from offload_rt.kernels.planes import draft_plane_alone
+from offload_rt.model.fixed_rows import OwnValues
 from offload_rt.model.plane_weights import SplitWeights
 from offload_rt.model.quantized_weights import stored_bytes
 from offload_rt.model.runner import CausalModel
@@ -41,21 +40,6 @@ class Sizes:
     turns: int = 15
 
 
-def to_bfloat16(model: Any) -> PreTrainedModel:
-    """Returns a model with weights in bfloat16; its own `to` is not typed."""
-    converted: PreTrainedModel = model.to(torch.bfloat16)
-    return converted
-
-
-class OwnValues:
-    """Attention in which each token sees only itself: what is measured is the rest of a layer."""
-
-    local = NO_LOCAL_STATE
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        return values.repeat_interleave(len(queries) // len(values), dim=0)
-
-
 @dataclass(frozen=True)
 class Models(Subject):
     """Two models with the same random weights, one of them in planes."""
@@ -77,7 +61,9 @@ class Models(Subject):
                 vocab_size=256,
                 dtype=torch.bfloat16,
             )
-            return to_bfloat16(LlamaForCausalLM(config))
+            model: Any = LlamaForCausalLM(config)  # whose `to` is not typed
+            converted: PreTrainedModel = model.to(torch.bfloat16)
+            return converted
 
         plain, split = made(), made()
         split_s = elapsed_ms(lambda: SplitWeights(split)) / 1e3
@@ -97,15 +83,10 @@ def passes(subject: Models) -> Iterator[Row]:
         hidden = torch.randn(1, rows, sizes.hidden).to(torch.bfloat16)
         positions = torch.arange(rows)
 
-        def layer_ms(model: CausalModel, draft: bool, hidden: Tensor, positions: Tensor) -> float:
-            with draft_plane_alone(draft):
-                ms = elapsed_ms(lambda: model.run(None, hidden, positions, OwnValues()))
-            return ms / float(sizes.layers)
-
         forms = {"plain": (subject.plain, False), "both": (subject.split, False)}
         forms["draft"] = (subject.split, True)
         turns = [
-            [layer_ms(*form, hidden, positions) for form in forms.values()] for _ in range(sizes.turns + 1)
+            [_layer_ms(*form, hidden, positions) for form in forms.values()] for _ in range(sizes.turns + 1)
         ]
         plain, both, draft = map(median, zip(*turns[1:], strict=True))
         yield {
@@ -116,6 +97,13 @@ def passes(subject: Models) -> Iterator[Row]:
             "both_over_plain": both / plain,
             "draft_over_plain": draft / plain,
         }
+
+
+def _layer_ms(model: CausalModel, draft: bool, hidden: Tensor, positions: Tensor) -> float:
+    # Without attention over other tokens, so that the rest of a layer is measured.
+    with draft_plane_alone(draft):
+        ms = elapsed_ms(lambda: model.run(None, hidden, positions, OwnValues()))
+    return ms / model.layers
 
 
 def memory(subject: Models) -> Iterator[Row]:

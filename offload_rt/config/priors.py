@@ -17,7 +17,8 @@ REJECTIONS_POWER = 0.45
 demo target, at 1/32, 1/8 and 1/4: 8.1, 5.7 and 3.5 %, and 10.4, 5.4 and 3.4 % of tokens are rejected."""
 DRAFT_PLANE_REJECTIONS = 0.008
 """Share of drafts more that are rejected where the target drafts by one plane of its weights. Measured with
-the demo target, whose 4.5M weights are the hardest case, over retrieved KV of 32K tokens: 0.005 to 0.011."""
+the demo target, whose 4.5M weights are the hardest case: 0.005 to 0.008, by `python -m bench model-card
+--dtype bfloat16 --parts acceptance` (docs/measurements.md)."""
 FOUR_BITS_REJECTIONS = 1.25
 """Rejections over entries of 4 bits, as a multiple of those over 8 or 16; there 1.1 to 1.6."""
 RUNNER_UP_HITS = 0.5

@@ -71,14 +71,19 @@ class WeightPlanes:
     columns: Tensor
     listed: Tensor
 
+    @staticmethod
+    def may_split(weight: Tensor) -> bool:
+        """Returns whether a matrix is bfloat16 in whole blocks."""
+        return weight.dtype == torch.bfloat16 and weight.shape[1] % BLOCK == 0
+
     @classmethod
     def split(cls, weight: Tensor) -> WeightPlanes | None:
-        """Splits a matrix; None: it is not bfloat16 in whole blocks, or too much of it would be listed.
+        """Splits a matrix; None: `may_split` does not hold, or too much of it would be listed.
 
         Args:
             weight: `[out, in]`.
         """
-        if weight.dtype != torch.bfloat16 or weight.shape[1] % BLOCK:
+        if not cls.may_split(weight):
             return None
         most = int(_MOST_LISTED * weight.numel())
         if weight.device.type == "cpu" and (split := _native_split()) is not None:

@@ -59,7 +59,7 @@ def compute_in_fixed_rows(
 @torch.inference_mode()
 def rows_are_alike(model: Decoder) -> bool:
     """Returns whether tokens have the same bits in one pass and in passes of some of them."""
-    attention = _OwnValues()
+    attention = OwnValues()
     ids = torch.arange(_CHECKED_TOKENS, device=model.device) * 7 % model.vocabulary
     positions = ids % model.max_positions
     together = compute_in_fixed_rows(model, attention, ids, positions, range(len(ids)), {})
@@ -93,7 +93,7 @@ class _PaddedPass:
             return _padded(self._attention.attend(layer, queries, keys, values, softmax), 1)
 
 
-class _OwnValues:
+class OwnValues:
     """Attention in which each token sees only itself, so that hidden states are those of first tokens."""
 
     local = NO_LOCAL_STATE

@@ -121,7 +121,7 @@ def splits(setting: str, model: PreTrainedModel, name: str, *, gain: bool) -> bo
         return False
     if in_planes(model):
         return True
-    some = any(map(_may_split, (linear for *_, linear in _linears(model))))
+    some = any(WeightPlanes.may_split(linear.weight) for *_, linear in _linears(model))
     fault = plane_products.use_triton() if some and model.device.type == "cuda" else None
     in_use = open_count(model) > 0
     if setting == "auto":
@@ -144,7 +144,7 @@ def _drafts_gain(model: PreTrainedModel) -> bool:
     """Returns whether products by the draft plane take less time, by a trial of some layers of a model."""
     some = list[nn.Linear]()
     for _, _, linear in _linears(model):
-        if _may_split(linear):
+        if WeightPlanes.may_split(linear.weight):
             some.append(linear)
         if sum(linear.weight.nbytes for linear in some) >= TRIAL_BYTES:
             break
@@ -173,10 +173,6 @@ def _drafts_gain(model: PreTrainedModel) -> bool:
 def _product(linear: Linear) -> Callable[[Tensor], Tensor]:
     """Returns what computes a product in passes: on a CPU the native library, where it can."""
     return NativeProduct(linear, None) if supports(linear, torch.bfloat16) else linear
-
-
-def _may_split(linear: nn.Linear) -> bool:
-    return linear.weight.dtype == torch.bfloat16 and linear.in_features % BLOCK == 0
 
 
 def in_planes(model: nn.Module) -> bool:

@@ -48,7 +48,7 @@ def test_every_sum_is_over_as_many_rows(arch: str, count: int) -> None:
     model = in_torch(arch, torch.bfloat16 if planes else torch.float32, planes=bool(planes))
     ids = torch.arange(count) % 100
     with Sums() as sums:
-        logits, hidden = compute_in_fixed_rows(model, fixed_rows._OwnValues(), ids, ids, range(count), {})
+        logits, hidden = compute_in_fixed_rows(model, fixed_rows.OwnValues(), ids, ids, range(count), {})
     assert len(logits) == len(hidden) == count
     layers = 2 + 7 + (2 if arch == "qwen3" else 0)  # norms, products, and norms of heads
     assert sums.rows == [PASS_ROWS] * ((layers * model.layers + 2) * -(-count // PASS_ROWS))
@@ -57,9 +57,9 @@ def test_every_sum_is_over_as_many_rows(arch: str, count: int) -> None:
 @torch.inference_mode()
 def test_rows_are_those_asked_for() -> None:
     model, ids = in_torch("llama-gqa"), torch.arange(90)
-    every = compute_in_fixed_rows(model, fixed_rows._OwnValues(), ids, ids, range(90), {})
+    every = compute_in_fixed_rows(model, fixed_rows.OwnValues(), ids, ids, range(90), {})
     for rows in ([3], [5, 6, 7], [2, 70, 89]):
-        some = compute_in_fixed_rows(model, fixed_rows._OwnValues(), ids, ids, rows, {})
+        some = compute_in_fixed_rows(model, fixed_rows.OwnValues(), ids, ids, rows, {})
         assert all(torch.equal(one, other[rows]) for one, other in zip(some, every, strict=True))
 
 
