@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
@@ -11,16 +10,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from offload_rt.engine.results import TokenEvent
 from offload_rt.errors import UsageError, first_line
 from offload_rt.planning.request import ContextTooLong
-from offload_rt.server.errors import ApiError, error_json
-from offload_rt.server.replies import Json, Reply, timings, usage
-from offload_rt.server.schema import GenerationRequest
-from offload_rt.server.worker import Closing, Event, Finished, Job, PromptProgress, QueueFull
+from offload_rt.server.answers import Answer, Message
+from offload_rt.server.errors import ApiError
+from offload_rt.server.worker import Closing, Event, Job, QueueFull
 
-WAITING = ": waiting\n\n"
-"""A comment in a stream."""
 KEEP_ALIVE_S = 5.0
 """Time without an event after which a stream sends a comment, so that no client thinks it dead."""
 
@@ -33,23 +28,15 @@ class Answering:
     """A request under way: jobs, and the events that they send.
 
     Args:
+        jobs: of the choices, in their order.
+        answer: what the protocol makes of the events.
         events: pairs of a job's number and its event.
-        prompts: number of prompts; each has as many jobs.
     """
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        jobs: Sequence[Job],
-        replies: Sequence[Reply],
-        events: asyncio.Queue[tuple[int, Event]],
-        prompts: int,
-    ) -> None:
-        self._request = request
+    def __init__(self, jobs: Sequence[Job], answer: Answer, events: asyncio.Queue[tuple[int, Event]]) -> None:
         self._jobs = jobs
-        self._replies = replies
+        self._answer = answer
         self._events = events
-        self._prompts = prompts
 
     def cancel(self) -> None:
         """Ends the jobs that have not ended."""
@@ -59,46 +46,40 @@ class Answering:
     async def whole(self, request: Request) -> Response:
         """Waits for all choices and returns them in one object."""
         try:
-            while not self._ended:
-                await self._chunks(request)
+            while not self._answer.ended:
+                await self._next(request)
         finally:
             self.cancel()
-        choices = [reply.choice() for reply in self._replies]
-        answer = self._replies[0].whole(choices, usage=usage(self._finished, self._prompts))
-        return JSONResponse(answer | self._timings())
+        return JSONResponse(self._answer.whole())
 
     async def stream(self, request: Request) -> Response:
         """Returns a stream of server-sent events. It begins at once: a later refusal is an event."""
-        return EventStream(self._lines(request), self.cancel)
+        return EventStream(self._lines(request), self.cancel, self._failed)
 
     async def _lines(self, request: Request) -> AsyncIterator[str]:
+        answer = self._answer
         try:
-            yield WAITING  # so that a client whose turn is late sees that it waits
-            while not self._ended:
-                chunks = await self._chunks(request)
-                if chunks is None:
-                    yield WAITING
-                for chunk in chunks or ():
-                    yield _line(chunk)
-            options = self._request.stream_options
-            if options is not None and options.include_usage:
-                yield _line(self._replies[0].chunk([], usage=usage(self._finished, self._prompts)))
-            yield "data: [DONE]\n\n"
+            yield answer.waiting  # so that a client whose turn is late sees that it waits
+            for message in answer.begin():
+                yield message.line
+            while not answer.ended:
+                messages = await self._next(request)
+                if messages is None:
+                    yield answer.waiting
+                for message in messages or ():
+                    yield message.line
+            for message in answer.end():
+                yield message.line
         except ClientGone:
             pass
         except Exception as error:  # the status has been sent: an error is an event
-            yield _line(error_json(*explained(error)))
+            yield self._failed(error)
 
-    @property
-    def _finished(self) -> list[Finished]:
-        return [reply.finished for reply in self._replies if reply.finished is not None]
+    def _failed(self, error: BaseException) -> str:
+        return self._answer.failed(*explained(error)).line
 
-    @property
-    def _ended(self) -> bool:
-        return len(self._finished) == len(self._jobs)
-
-    async def _chunks(self, request: Request) -> list[Json] | None:
-        """Returns the chunks of the next event; None: there was none for a while.
+    async def _next(self, request: Request) -> list[Message] | None:
+        """Returns the messages of the next event; None: there was none for a while.
 
         Raises:
             ClientGone: the client closed its connection.
@@ -111,7 +92,7 @@ class Answering:
                 (event, disconnection), timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED
             )
             if event.done():
-                return self._take(*event.result())
+                return self._answer.take(*event.result())
             if disconnection.done():
                 raise ClientGone
             return None
@@ -119,45 +100,37 @@ class Answering:
             event.cancel()
             disconnection.cancel()
 
-    def _take(self, index: int, event: Event) -> list[Json]:
-        reply = self._replies[index]
-        if isinstance(event, Exception):
-            raise event
-        if isinstance(event, PromptProgress):
-            return [reply.progress(event)] if self._request.return_progress else []
-        if isinstance(event, TokenEvent):
-            chunk = reply.token(event)
-            return [] if chunk is None else [chunk]
-        *chunks, last = reply.finish(event)
-        return [*chunks, last | self._timings() if self._ended else last]
-
-    def _timings(self) -> Json:
-        return {"timings": timings(self._finished[0])} if len(self._jobs) == 1 else {}
-
 
 class EventStream(StreamingResponse):
-    """Server-sent events; `on_end` is called however the stream ends."""
+    """Server-sent events.
+
+    Args:
+        on_end: called however the stream ends.
+        failed: returns the event of an error that cuts the stream.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, lines: AsyncIterator[str], on_end: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        lines: AsyncIterator[str],
+        on_end: Callable[[], object],
+        failed: Callable[[BaseException], str],
+    ) -> None:
         # Proxies must not hold tokens back.
         super().__init__(lines, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._on_end = on_end
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError as cut:
-            last = _line(error_json(*explained(cut))).encode()
+            last = self._failed(cut).encode()
             with suppress(TimeoutError):  # the client may not read
                 await asyncio.wait_for(send({"type": "http.response.body", "body": last}), 1)
         finally:
             self._on_end()
-
-
-def _line(chunk: Json) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
 
 
 async def _disconnected(request: Request) -> None:

@@ -27,15 +27,17 @@ from offload_rt.errors import UsageError, first_line
 from offload_rt.planning.request import check_positions
 from offload_rt.sampling.params import SamplingParams, token_ids
 from offload_rt.server.answering import Answering, ClientGone, explained
+from offload_rt.server.answers import Answer
 from offload_rt.server.errors import ApiError, error_response
 from offload_rt.server.limits import Limits
 from offload_rt.server.metrics import Metrics
-from offload_rt.server.replies import ChatReply, CompletionReply, Reply, new_id
+from offload_rt.server.replies import ChatReply, CompletionReply, Completions, Reply, new_id
 from offload_rt.server.schema import (
     ChatRequest,
     CompletionRequest,
     DocumentRequest,
     GenerationRequest,
+    StreamOptions,
     TokenizeRequest,
     supported,
 )
@@ -66,15 +68,17 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         body = await _body(request, ChatRequest)
-        self._check_choices(body.n)
-        template = self._llm.chat_template
-        thinking = template.thoughts(body.thinking, body.json_schema)
-        tokens = await self._tokenized(template.encode, body.messages, thinking=thinking)
 
-        def reply(*base: Any) -> Reply:
-            return ChatReply(*base, thoughts=template.splitter(tokens))
+        def answer(tokens: Sequence[int], choices: int) -> Answer:
+            request_id = new_id("chatcmpl")
+            thoughts = self._llm.chat_template.splitter
+            replies = [
+                ChatReply(*self._base(request_id, body, choice), thoughts=thoughts(tokens))
+                for choice in range(choices)
+            ]
+            return self._completions(body, replies)
 
-        return await self._generate(request, body, [tokens], new_id("chatcmpl"), reply)
+        return await self._chat(request, body, answer)
 
     async def complete(self, request: Request) -> Response:
         body = await _body(request, CompletionRequest)
@@ -83,8 +87,13 @@ class Service:
         def encode(prompt: object) -> list[int]:
             return self._llm.prompt_ids(prompt if isinstance(prompt, str) else token_ids(prompt))
 
+        def answer(choices: int) -> Answer:
+            request_id = new_id("cmpl")
+            replies = [CompletionReply(*self._base(request_id, body, choice)) for choice in range(choices)]
+            return self._completions(body, replies, len(prompts))
+
         prompts = [await self._tokenized(encode, prompt) for prompt in body.prompts]
-        return await self._generate(request, body, prompts, new_id("cmpl"), CompletionReply)
+        return await self._generate(request, body, prompts, answer)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model]})
@@ -159,37 +168,61 @@ class Service:
         check_positions(target, len(tokens), limit)
         return limit
 
+    async def _chat(
+        self, request: Request, body: ChatRequest, answer: Callable[[Sequence[int], int], Answer]
+    ) -> Response:
+        """Answers a request for an answer to messages, of any protocol.
+
+        Args:
+            answer: returns the protocol's answer to a prompt of these tokens, of so many choices.
+        """
+        self._check_choices(body.n)
+        template = self._llm.chat_template
+        thinking = template.thoughts(body.thinking, body.json_schema)
+        tokens = await self._tokenized(template.encode, body.messages, thinking=thinking)
+        return await self._generate(request, body, [tokens], partial(answer, tokens))
+
     async def _generate(
         self,
         request: Request,
         body: GenerationRequest,
         prompts: Sequence[list[int]],
-        request_id: str,
-        kind: Callable[..., Reply],
+        answer: Callable[[int], Answer],
     ) -> Response:
-        """Answers a request for completions of prompts, as one object or as a stream of them."""
+        """Answers a request for continuations of prompts, as one object or as a stream.
+
+        Args:
+            answer: returns the protocol's answer of so many choices, those of the first prompt first.
+        """
         self._check_model(body.model)
         suggested = self._llm.model_sampling or SamplingParams()
         loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
-        def send(index: int, event: Event) -> None:
+        def send(choice: int, event: Event) -> None:
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(events.put_nowait, (index, event))
+                loop.call_soon_threadsafe(events.put_nowait, (choice, event))
 
         jobs = list[Job]()
         for tokens in prompts:
             for params in body.params(suggested, self._limit(body, tokens)):
                 params = self._llm.checked_params(params)
                 jobs.append(Job(tokens, params, partial(send, len(jobs))))
-        logprobs = body.alternatives is not None
-        replies = [
-            kind(request_id, self._name, index, self._llm.tokenizer, logprobs) for index in range(len(jobs))
-        ]
+        answering = Answering(jobs, answer(len(jobs)), events)
         self._worker.submit(jobs)
-        answering = Answering(body, jobs, replies, events, len(prompts))
-        if body.stream:
-            return await answering.stream(request)
-        return await answering.whole(request)
+        return await (answering.stream if body.stream else answering.whole)(request)
+
+    def _base(self, request_id: str, body: GenerationRequest, choice: int) -> tuple[Any, ...]:
+        """Returns what a reply of OpenAI's completions takes first; see `Reply`."""
+        return request_id, self._name, choice, self._llm.tokenizer, body.alternatives is not None
+
+    def _completions(self, body: GenerationRequest, replies: Sequence[Reply], prompts: int = 1) -> Answer:
+        options = body.stream_options or StreamOptions()
+        return Completions(
+            replies,
+            prompts=prompts,
+            with_usage=options.include_usage,
+            with_progress=body.return_progress,
+        )
 
 
 async def _body(request: Request, kind: type[Body]) -> Body:

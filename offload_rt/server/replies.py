@@ -12,14 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 import offload_rt
 from offload_rt.engine.results import FinishReason, TokenEvent
-from offload_rt.server.worker import Finished, PromptProgress
+from offload_rt.server.answers import Answer, Json, Message
+from offload_rt.server.worker import Finished, PromptProgress, Queued
 from offload_rt.text.thoughts import ThoughtSplitter
 from offload_rt.text.tokenize import REPLACEMENT, TokenTexts
 
 FINISH_REASONS: dict[FinishReason, str] = {"length": "length", "eos": "stop", "stop": "stop"}
 """OpenAI's name of each way in which a generation ends."""
-
-Json = dict[str, Any]
 
 
 class Reply(ABC):
@@ -72,8 +71,10 @@ class Reply(ABC):
         """Returns a whole answer."""
         return self._base | {"object": self.whole_object, "choices": list(choices)} | fields
 
-    def progress(self, event: PromptProgress) -> Json:
-        """Returns a chunk with llama.cpp's `prompt_progress`."""
+    def progress(self, event: Queued | PromptProgress) -> Json:
+        """Returns a chunk with the place in the queue, or with llama.cpp's `prompt_progress`."""
+        if isinstance(event, Queued):
+            return self.chunk([], queue={"position": event.position})
         progress = {"total": event.total, "cache": event.cached, "processed": event.processed}
         return self.chunk([], prompt_progress=progress | {"time_ms": round(event.ms)})
 
@@ -193,6 +194,52 @@ class CompletionReply(Reply):
             logprobs["text_offset"].append(self._offset)
             self._offset += len(text)
         return logprobs
+
+
+class Completions(Answer):
+    """The answer of OpenAI's chat completions and completions.
+
+    Args:
+        replies: one for each choice.
+        prompts: number of prompts; each has as many choices.
+        with_usage: a stream ends with the token counts.
+        with_progress: a stream tells the place in the queue, and how much of the prompt was read.
+    """
+
+    def __init__(
+        self, replies: Sequence[Reply], *, prompts: int, with_usage: bool, with_progress: bool
+    ) -> None:
+        super().__init__(len(replies))
+        self._replies = replies
+        self._prompts = prompts
+        self._with_usage = with_usage
+        self._with_progress = with_progress
+
+    def progress(self, choice: int, event: Queued | PromptProgress) -> list[Message]:
+        return [Message(self._replies[choice].progress(event))] if self._with_progress else []
+
+    def token(self, choice: int, event: TokenEvent) -> list[Message]:
+        chunk = self._replies[choice].token(event)
+        return [] if chunk is None else [Message(chunk)]
+
+    def finish(self, choice: int, finished: Finished) -> list[Message]:
+        *chunks, last = self._replies[choice].finish(finished)
+        return [Message(chunk) for chunk in (*chunks, last | self._timings() if self.ended else last)]
+
+    def end(self) -> Sequence[Message]:
+        usage = [Message(self._replies[0].chunk([], usage=self._usage))] if self._with_usage else []
+        return [*usage, Message("[DONE]")]
+
+    def whole(self) -> Json:
+        choices = [reply.choice() for reply in self._replies]
+        return self._replies[0].whole(choices, usage=self._usage) | self._timings()
+
+    @property
+    def _usage(self) -> Json:
+        return usage([self.finished[choice] for choice in sorted(self.finished)], self._prompts)
+
+    def _timings(self) -> Json:
+        return {"timings": timings(self.finished[0])} if len(self._replies) == 1 else {}
 
 
 def new_id(kind: str) -> str:

@@ -19,6 +19,17 @@ from offload_rt.system import clock
 
 
 @dataclass(frozen=True)
+class Queued:
+    """A place in the queue.
+
+    Attributes:
+        position: number of requests whose turn comes first.
+    """
+
+    position: int
+
+
+@dataclass(frozen=True)
 class PromptProgress:
     """Progress of reading a prompt, in tokens; sent first when the request's turn comes.
 
@@ -46,7 +57,7 @@ class Finished:
     cached: int
 
 
-Event = PromptProgress | TokenEvent | Finished | Exception
+Event = Queued | PromptProgress | TokenEvent | Finished | Exception
 
 
 class QueueFull(Exception):
