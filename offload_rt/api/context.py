@@ -125,7 +125,7 @@ class Context:
     def update(self, prompt: Prompt) -> int:
         """Makes the context hold exactly `prompt`; reads only what follows their longest common beginning.
 
-        Where that fails, the context holds the common beginning alone.
+        Where that fails, the context holds what was read by then, and the same call reads on.
 
         Returns:
             Number of tokens that were kept and need not be read again.
@@ -149,7 +149,7 @@ class Context:
         engine.rewind(sequence, common)
         cached = min(common, sequence.full.verified_length + 1)
         if common < len(tokens):
-            engine.prefill(sequence, tokens[common:])
+            engine.read_on(sequence, tokens[common:])
         return cached
 
     def generate(

@@ -18,6 +18,7 @@ from offload_rt.model.fingerprint import Fingerprint
 from offload_rt.model.runner import CausalModel
 from offload_rt.system.digests import digest
 from offload_rt.system.files import remove_partials
+from offload_rt.text.tokenize import common_beginning
 
 LEAST_TOKENS = 1024
 """Tokens that are worth a file in the cache, or loading one: fewer are read about as fast."""
@@ -125,6 +126,37 @@ class SessionFolder(SessionFiles):
                 return opened
         with llm.engine.lock:
             return Context.open(llm, tokens, room), 0
+
+    def keep_unfinished(
+        self,
+        llm: Frontend,
+        name: str | None = None,
+        messages: Messages = None,
+        date: datetime | None = None,
+    ) -> int:
+        """Stores what `open` had read when it failed: as a session, or in the cache.
+
+        Args:
+            name: a session, where it does not lose a token by that; None: in the cache.
+            messages, date: of the session, see `Context`.
+
+        Returns:
+            Number of tokens that are stored.
+        """
+        prefix = llm.engine.take_unfinished()
+        if prefix is None:
+            return 0
+        with prefix:
+            path = None if name is None else self.path(name)
+            if path is not None and path.exists():
+                with SavedContext(path) as saved:
+                    if common_beginning(saved.tokens, prefix.tokens) < len(saved.tokens):
+                        path = None
+            if path is not None:
+                self._write(llm, prefix, path, messages, date)
+            elif self.keep_prefix(llm, prefix) is None:
+                return 0
+            return len(prefix.tokens)
 
     def keep(self, context: Context) -> Path | None:
         """Stores a context in the cache, if that is worth it; see `keep_prefix`."""

@@ -144,6 +144,10 @@ class Chat:
         self.console.tokens["prefill"] = len(tokens)
         return tokens
 
+    def open(self, llm: LLM, prompt: Sequence[int], room: int) -> Context:
+        """Opens the context of a prompt; see `Sessions.open`."""
+        return self.sessions.open(llm, prompt, room, self.messages, self.template.date)
+
     def describe(self, context: Context, messages: list[Message]) -> None:
         """Tells a context that was opened from tokens what messages these are."""
         context.messages = messages
@@ -196,7 +200,7 @@ def run(arguments: argparse.Namespace) -> int:
     console, max_tokens = chat.console, arguments.max_new_tokens
     with machine_errors_in_a_line(), open_llm(arguments, console, (len(prompt), max_tokens)) as llm:
         params = chat.params(llm)
-        context = chat.sessions.open(llm, prompt, max_tokens)
+        context = chat.open(llm, prompt, max_tokens)
         chat.describe(context, messages)
         answer = context.stream_ask(None, params, thinking=chat.thinking)
         status, failure = chat.write(answer, params)

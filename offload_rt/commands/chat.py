@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         chat.template.shared_beginning(chat.messages, chat.thinking)  # tells where nothing is shared
     room = _room(chat, len(prompt))
     with machine_errors_in_a_line(), open_llm(arguments, chat.console, (len(prompt), room)) as llm:
-        context = chat.sessions.open(llm, prompt, room)
+        context = chat.open(llm, prompt, room)
         chat.describe(context, chat.messages)
         chat.console.tokens.pop("prefill")  # what a question reads is short
         status = Conversation(chat, context, chat.params(llm)).run()

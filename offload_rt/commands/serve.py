@@ -23,6 +23,7 @@ API_KEY = "OFFLOAD_RT_API_KEY"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 KEPT_SHARE = 0.5
 """Share of the memory that is free at first which the KV of kept contexts may take."""
+PREFILL_SHARE = 0.5
 GPU_PARALLEL, CPU_PARALLEL = 1, 4
 """Requests that run at a time: on a GPU they share its memory, and each of them is slower for it."""
 
@@ -62,6 +63,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add(
         "--queue", type=prompts.positive, default=64, metavar="N", help="requests that may wait (default: 64)"
     )
+    share = (
+        f"share of the time that reading prompts takes while other requests run (default: {PREFILL_SHARE})"
+    )
+    add("--prefill-share", type=_share, default=PREFILL_SHARE, metavar="SHARE", help=share)
     meaning = "KV of contexts kept in memory, in GiB (default: half of the memory that is free)"
     add("--keep", type=_gib, metavar="GiB", help=meaning)
     body = "largest request in MiB (default: 64)"
@@ -95,6 +100,17 @@ def _gib(text: str) -> float:
     if not 0 <= size < float("inf"):
         raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a number of GiB")
     return size
+
+
+def _share(text: str) -> float:
+    """An argument type: a share above 0, at most 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a share: use more than 0, at most 1")
+    return share
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -151,6 +167,7 @@ def _serve(llm: LLM, listening: socket.socket, arguments: argparse.Namespace, co
         metrics,
         parallel=arguments.parallel or (GPU_PARALLEL if on_gpu else CPU_PARALLEL),
         waiting=arguments.queue,
+        prefill_share=arguments.prefill_share,
         log=console.say,
     )
     key = arguments.api_key or os.environ.get(API_KEY)

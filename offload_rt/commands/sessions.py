@@ -177,8 +177,20 @@ class Sessions:
         with ContextFile(self._folder.path(self._name)) as saved:
             return saved.messages, saved.date
 
-    def open(self, llm: LLM, tokens: Sequence[int], room: int) -> Context:
+    def open(
+        self,
+        llm: LLM,
+        tokens: Sequence[int],
+        room: int,
+        messages: list[Message] | None = None,
+        date: datetime | None = None,
+    ) -> Context:
         """Opens a context of these tokens; reads those that are not there yet.
+
+        Where reading is ended early, what was read is kept.
+
+        Args:
+            messages, date: of the session, where reading is ended early; None: it is no chat.
 
         Raises:
             UsageError: the session would lose most of what it holds, among others.
@@ -186,8 +198,15 @@ class Sessions:
         if self._folder is None:
             return llm.read(tokens, room)
         self._check_beginning(self._folder, list(tokens))
-        context, common = self._folder.open(llm, tokens, room, self._name, cache=self._cached)
         name = "cache" if self._name is None else self._name
+        try:
+            context, common = self._folder.open(llm, tokens, room, self._name, cache=self._cached)
+        except BaseException:
+            if kept := self._folder.keep_unfinished(llm, self._name, messages, date):
+                line = f"the first {kept:,} of {len(tokens):,} tokens are kept: the same command reads on"
+                self._console.clear()
+                self._console.say(f"session    {name}: {line}")
+            raise
         self._console.say(f"session    {name}: {common:,} of {len(tokens):,} tokens were there")
         return context
 

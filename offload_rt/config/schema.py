@@ -255,6 +255,9 @@ class PrefillConfig:
     """Settings of the prefill."""
 
     chunk: Positive = 2048  # tokens taken through a layer at a time; it bounds the memory for activations
+    # Tokens of a prompt taken through all layers before the next ones, which are kept where reading is ended
+    # early; 0: as few as cost little time.
+    piece: Count = 0
 
 
 PageCode = Literal["auto", "raw", "packed"]

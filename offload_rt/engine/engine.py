@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
@@ -125,8 +125,12 @@ class Engine:
             on_notice=on_notice,
         )
         self._sequences: list[TokenSequence] = []
+        self._unfinished: KVPrefix | None = None  # what `open` had read when it failed
         self.lock = threading.RLock()
         self._closed = False
+
+    def _prefilled(self, done: int, of: int) -> None:
+        self._report("prefill", done, of)
 
     def _report(self, phase: str, done: int, of: int) -> None:
         if self.on_progress is not None:
@@ -138,6 +142,11 @@ class Engine:
         shapes = [(model.kv_layout(page), model.heads) for model in models]
         fits = [use_triton(kv, heads // kv.kv_heads) for kv, heads in shapes if kv.kv_heads]
         return fits[-1] if fits else None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether KV is attended where it is stored, and crosses no link."""
+        return self._link.in_place
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -177,6 +186,50 @@ class Engine:
     ) -> TokenSequence:
         """Opens a sequence and prefills its prompt. Other sequences may be open.
 
+        Where that fails, what was read is kept until the next sequence is opened: one that begins like it
+        reads on (see `take_unfinished`).
+
+        Args: see `start`.
+        """
+        with self.lock:
+            runner = self.target.for_length(len(tokens), new_tokens)
+            unfinished = self.take_unfinished()
+            if unfinished is not None:
+                if unfinished.begins(tokens, runner) > (
+                    0 if prefix is None else prefix.begins(tokens, runner)
+                ):
+                    prefix = unfinished
+                else:
+                    unfinished.close()  # there may be no room beside it
+                    unfinished = None
+            try:
+                sequence = self.start(tokens, new_tokens, tiers, sequences, prefix)
+            except BaseException:
+                self._unfinished = unfinished
+                raise
+            try:
+                while not self.read(sequence):
+                    pass
+            except BaseException:
+                with ExitStack() as closing:
+                    closing.callback(self.close_sequence, sequence)
+                    self._keep_unfinished(sequence)
+                raise
+            finally:
+                if unfinished is not None:
+                    unfinished.close()
+            return sequence
+
+    def start(
+        self,
+        tokens: Sequence[int],
+        new_tokens: int,
+        tiers: Tiers | None = None,
+        sequences: int = 1,
+        prefix: KVPrefix | None = None,
+    ) -> TokenSequence:
+        """Opens a sequence whose prompt `read` reads, piece by piece.
+
         Args:
             new_tokens: how many more it is planned for.
             tiers: number of tokens in each tier but the streamed one; None: as planned.
@@ -197,19 +250,49 @@ class Engine:
             resources = replace(self._resources, timeline=self.timeline)
             sequence = TokenSequence(resources, plan, runner, len(tokens) + new_tokens, prefix, prefix_tokens)
             self._sequences.append(sequence)
-            try:
-                self.prefill(sequence, tokens[prefix_tokens:])
-            except BaseException:
-                self.close_sequence(sequence)
-                raise
+            sequence.append(tokens[prefix_tokens:])
             return sequence
+
+    def read(self, sequence: TokenSequence, most: int | None = None) -> bool:
+        """Reads the next piece of what a sequence has not read yet; see `TokenSequence.read_piece`.
+
+        Returns:
+            Whether all is read.
+        """
+        with self.lock:
+            self.check_open()
+            return sequence.read_piece(most, self._prefilled)
 
     def prefill(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
         """Appends tokens to a sequence and prefills them. Where that fails, the sequence is as it was."""
-        report = self.on_progress
         with self.lock:
             self.stop(sequence)
-            sequence.prefill(tokens, None if report is None else lambda done, of: report("prefill", done, of))
+            sequence.prefill(tokens, self._prefilled)
+
+    def read_on(self, sequence: TokenSequence, tokens: Sequence[int]) -> None:
+        """Appends tokens to a sequence and prefills them. Where that fails, those that were read stay."""
+        with self.lock:
+            self.stop(sequence)
+            try:
+                sequence.append(tokens)
+                while not self.read(sequence):
+                    pass
+            except BaseException:
+                sequence.drop_unread()
+                raise
+
+    def take_unfinished(self) -> KVPrefix | None:
+        """Returns what `open` had read of a prompt when it failed, to be closed; None: nothing."""
+        with self.lock:
+            unfinished, self._unfinished = self._unfinished, None
+            return unfinished
+
+    def _keep_unfinished(self, sequence: TokenSequence) -> None:
+        """Keeps what a sequence has read when reading is ended early."""
+        if sequence.full.verified_length:
+            with suppress(Exception):  # of a broken link, say: that one is reported already
+                sequence.drop_unread()
+                self._unfinished = sequence.snapshot(self.lock)
 
     def snapshot(self, sequence: TokenSequence) -> KVPrefix:
         """Returns the tokens of a sequence and their KV, which it shares and goes on from; to be closed."""
@@ -265,7 +348,13 @@ class Engine:
         """Refuses sequences for which there is no room together; see `SequencePlanner.check_room`."""
         with self.lock:
             self.check_open()
-            self.planner.check_room(sizes, shared_tokens)
+            try:
+                self.planner.check_room(sizes, shared_tokens)
+            except UsageError:
+                if (unfinished := self.take_unfinished()) is None:
+                    raise
+                unfinished.close()
+                self.planner.check_room(sizes, shared_tokens)
 
     def check_growth(self, sequence: TokenSequence, tokens: int, start: int | None = None) -> None:
         """Refuses so many more tokens of an open sequence where they exceed positions or memory.
@@ -303,4 +392,6 @@ class Engine:
             closing.callback(self._resources.pool.drop_free)
             for sequence in self._sequences:
                 closing.callback(sequence.close)
+            if self._unfinished is not None:
+                closing.callback(self._unfinished.close)
             self._sequences = []

@@ -32,18 +32,20 @@ def prefill(
     chunk: int,
     progress: Progress | None = None,
     *,
+    behind: int = 0,
     outputs: bool = False,
 ) -> Tensor | None:
     """Computes the KV of tokens behind those of a cache; derived caches are filled by `build_derived`.
 
     Behind others, `chunk` tokens at a time go through all layers: the earlier KV crosses the link once for
-    all of them, and a GPU attends to it about as long as that takes. Where nothing crosses a link, they begin
-    at multiples of `chunk`, and are computed alike whatever was read together.
+    all of them. Where nothing crosses a link, they begin at multiples of `chunk`, and are computed alike
+    whatever was read together.
 
     Args:
         tokens: without the sequence's last token, whose pass is the first verification.
         chunk: queries at a time.
         progress: called with (token-layers done, token-layers in all).
+        behind: number of tokens of the prompt that further calls will read.
         outputs: of an empty cache, also compute what the last layer puts out. Decoding needs its KV alone,
             which takes no attention in that layer.
 
@@ -57,19 +59,23 @@ def prefill(
     end = len(tokens)
     # A sequence with local layers returns only to lengths at which a portion ended: with another end, such a
     # prompt is not prefilled again from its beginning.
-    alone = LAST_PORTION if model.kinds.local and not outputs and end > 2 * LAST_PORTION else 0
+    apart = model.kinds.local and not behind and not outputs
+    alone = LAST_PORTION if apart and end > 2 * LAST_PORTION else 0
     first, layers, hidden = cache.verified_length, model.layers, None
     starts = [0, *range(end - alone, end, chunk)] if alone else [0]
     if first:  # an empty cache takes all tokens layer by layer, so that no KV comes back over the link
-        begun = first % chunk if cache.transfer.link.in_place else 0
-        starts = sorted({*starts, *range(chunk - begun, end - alone, chunk)})
+        in_place = cache.transfer.link.in_place
+        begun, least = (first % chunk, LAST_QUERIES) if in_place else (0, 1)
+        # The last portion has the queries that choose what is retrieved.
+        starts = sorted({*starts, *range(chunk - begun, end - alone - least + 1, chunk)})
     for start, stop in pairwise([*starts, end]):
 
         def report(token_layers: int, before: int = start * layers) -> None:
             if progress is not None:
                 progress(before + token_layers, layers * end)
 
-        hidden = _prefill_portion(model, cache, tokens[start:stop], end - stop, chunk, report, outputs)
+        rest = end - stop + behind
+        hidden = _prefill_portion(model, cache, tokens[start:stop], rest, chunk, report, outputs)
     return hidden
 
 

@@ -24,7 +24,7 @@ from offload_rt.drafting.resources import SharedResources
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.batching import run_alone
 from offload_rt.engine.controller import RoundTimes, SpeculationController
-from offload_rt.engine.prefill import Progress, prefill
+from offload_rt.engine.prefill import LAST_PORTION, Progress, prefill
 from offload_rt.engine.prefix import KVPrefix
 from offload_rt.errors import UsageError
 from offload_rt.model.runner import CausalModel
@@ -90,6 +90,7 @@ class TokenSequence:
         self.target = target
         self._ended = False
         self._consumed = True  # a continuation has counted `prefill_tokens`
+        self._read_from = 0  # the position at which reading the tokens appended last began
         self._caches: list[BoundedCache | SplitCache] = []
         if prefix is None:
             self._kv = resources.store.new_sequence(*kept_means(plan.config))
@@ -174,35 +175,83 @@ class TokenSequence:
         while self._caches:
             self._caches.pop().release()  # in this order: an interrupt never gives memory to two owners
 
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        """Appends tokens. The full cache takes all but the sequence's last one, which opens the next round.
-
-        Where that fails, the sequence is as it was.
-        """
+    def append(self, tokens: Sequence[int]) -> None:
+        """Appends tokens, whose KV `read_piece` computes."""
         before = len(self.tokens)
-        started = clock.now()
-        # The last token is prefilled, too, where others follow it.
+        # The last token is read, too, where others follow it.
         self.full.rewind(min(self.full.verified_length, before if tokens else max(0, before - 1)))
-        try:
-            self.tokens += tokens
-            self._prefill_missing(progress)
-        except BaseException:
-            self.rewind(before)
-            raise
+        self.tokens += tokens
         if self._consumed:
             self.prefill_tokens, self.prefill_ms, self._consumed = 0, 0.0, False
         self.prefill_tokens += len(tokens)
-        self.prefill_ms += 1e3 * (clock.now() - started)
+        self._read_from = self.full.verified_length
 
-    def _prefill_missing(self, progress: Progress | None = None) -> None:
-        """Prefills the tokens that the full cache lacks, but for the last one."""
-        missing = self.tokens[self.full.verified_length : -1]
-        if missing:
-            prefill(self.target, self.full, missing, self.plan.config.prefill.chunk, progress)
+    def read_piece(self, most: int | None = None, progress: Progress | None = None) -> bool:
+        """Computes the KV of the next tokens that have none.
+
+        The sequence's last token is not read, as it opens the next round. Where reading fails, the sequence
+        is as it was.
+
+        Args:
+            most: most tokens to read; None: as many as are planned.
+            progress: called with what is done, and all that is to be done for the tokens appended last.
+
+        Returns:
+            Whether all are read.
+        """
+        started, config = clock.now(), self.plan.config.prefill
+        first, end, layers = self.full.verified_length, len(self.tokens) - 1, self.target.layers
+        stop = self._end_of_piece(first, end, most)
+
+        def report(done: int, of: int) -> None:
+            if progress is not None:
+                progress((first - self._read_from) * layers + done, (end - self._read_from) * layers)
+
+        if first < stop:
+            over_link = first > 0 and not self.transfer.link.in_place
+            # Behind others, a piece goes through a layer as one chunk: their KV crosses the link once for it.
+            chunk = stop - first if over_link else config.chunk
+            tokens = self.tokens[first:stop]
+            prefill(self.target, self.full, tokens, chunk, report, behind=end - stop)
             if self.target.device.type == "cuda":
                 # What the prefill needed must not stay cached for its stream: others need it from here on.
                 release_cached_memory()
+        if stop >= end:
+            self.full.load_resident()
+        self.prefill_ms += 1e3 * (clock.now() - started)
+        return stop >= end
+
+    def _end_of_piece(self, first: int, end: int, most: int | None) -> int:
+        """Returns the position at which the next piece ends."""
+        config = self.plan.config.prefill
+        piece = config.piece or end
+        stop = first + min(piece, most or piece)
+        if self.transfer.link.in_place and self.differs_by is not None:
+            # What follows equal KV is computed alike only in the same chunks.
+            stop = max(stop // config.chunk, first // config.chunk + 1) * config.chunk
+        # The last piece has the queries that choose what is retrieved, and where a model has local layers the
+        # tokens that are a portion of their own.
+        least = 2 * LAST_PORTION if self.target.kinds.local else LAST_QUERIES
+        return end if stop + least > end else stop
+
+    def drop_unread(self) -> None:
+        """Forgets the tokens without KV, but for one, where reading them was ended early."""
+        length = min(len(self.tokens), self.full.verified_length + 1)
+        self.prefill_tokens -= len(self.tokens) - length
+        del self.tokens[length:]
         self.full.load_resident()
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        """Appends tokens and reads them. Where that fails, the sequence is as it was."""
+        before = len(self.tokens)
+        try:
+            self.append(tokens)
+            while not self.read_piece(progress=progress):
+                pass
+        except BaseException:
+            self.prefill_tokens -= len(self.tokens) - before
+            self.rewind(before)
+            raise
 
     def snapshot(self, lock: threading.RLock) -> KVPrefix:
         """Returns its tokens and their KV as a prefix, which shares the pages; see `KVPrefix` for `lock`."""
@@ -233,7 +282,6 @@ class TokenSequence:
             UsageError: see `check_length`.
         """
         self.check_length(len(self.tokens) + continuation.max_tokens)
-        started = clock.now()
         if self._consumed:
             self.prefill_tokens, self.prefill_ms = 0, 0.0
         self._consumed = True
@@ -242,7 +290,10 @@ class TokenSequence:
         lacks_queries = bool(self.full.verified_length) and self.full.last_queries is None
         if lacks_queries and self.target.kinds.full:
             self.full.rewind(max(0, self.full.verified_length - LAST_QUERIES))
-        self._prefill_missing()
+        self._read_from = self.full.verified_length
+        while not self.read_piece():
+            pass
+        started = clock.now()
         self._kv.keep_means(*kept_means(plan.config))
         self.start = len(self.tokens)
         for transfer in self._transfers:

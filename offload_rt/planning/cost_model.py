@@ -59,6 +59,8 @@ PACKING_SHARE = 0.15
 on an H200."""
 STREAMING_SHARE = 0.98
 """Share of the link's rate that a stream reaches, which yields to small copies between its pieces."""
+PIECES_COST = 0.03
+"""Share of the time of a prefill that reading the prompt in pieces may take in addition."""
 PREFILL_ATTENTION_SHARE = {"gpu": 0.6, "cpu": 0.9}
 """Rate of causal attention over a prompt, as a share of that of matrix products."""
 
@@ -481,3 +483,28 @@ class CostModel:
             tokens * target.token_bytes * self.request.store_layout.stored_share / gpu.to_host_rate / 1e6
         )
         return max(computing, writing, launching)
+
+    def piece_tokens(self) -> int:
+        """Returns how many tokens of the prompt to take through all layers at a time: `prefill.piece`.
+
+        As few as make the prefill longer by `PIECES_COST` at most; 0: all of them. What a piece costs is that
+        the KV before it crosses the link once more, for longer than the piece attends to it.
+        """
+        piece = self.config.prefill.chunk
+        if self.request.in_place:
+            return piece
+        limit_ms = PIECES_COST * self.prefill_ms()
+        while 2 * piece < self.request.context and self.memory.piece_fits(piece):
+            earlier = self.request.context**2 / (2 * piece)  # of all pieces
+            if earlier * self._waiting_for_link(piece) <= limit_ms:
+                return piece
+            piece *= 2
+        return 0
+
+    def _waiting_for_link(self, piece: int) -> float:
+        """Returns the ms for which a piece waits for each token before it that crosses the link."""
+        gpu, target = self.request.hardware.gpus[0], self.target
+        sent = target.token_bytes * self.request.store_layout.stored_share
+        link_ms = sent / (STREAMING_SHARE * gpu.to_device_rate) / 1e6
+        attention_ms = self._gpu_attention(gpu, target, 1, piece / PREFILL_ATTENTION_SHARE["gpu"])
+        return max(0.0, link_ms - attention_ms) + self._unpacking(gpu, 1)

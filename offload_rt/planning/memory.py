@@ -205,6 +205,13 @@ class MemoryBudget:
         padding = padded * target.vocabulary * target.dtype.itemsize
         return memory | {"logits": verdict_bytes(rows, target) + padding}
 
+    def piece_fits(self, piece: int) -> bool:
+        """Returns whether so many tokens may be read as one chunk, in the memory of a whole prompt."""
+        if piece > self.request.context:
+            return False
+        alone = replace(self.request.having("prefill.chunk", piece), context=piece, new_tokens=0)
+        return MemoryBudget(alone)._computing()["prefill"] <= self._computing()["prefill"]
+
     def _chunk_bytes(self) -> int:
         """Returns the bytes of a chunk of a prefill: activations, and on a GPU KV on its way to the store."""
         request, target = self.request, self.request.target

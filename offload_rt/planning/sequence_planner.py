@@ -19,6 +19,7 @@ from offload_rt.model.config_shapes import shape_of
 from offload_rt.model.host_embedding import host_bytes
 from offload_rt.model.runner import CausalModel
 from offload_rt.model.shape import ModelShape
+from offload_rt.planning.cost_model import CostModel
 from offload_rt.planning.memory import MemoryBudget, shared_gpu
 from offload_rt.planning.planner import Plan, comparison, ranked, with_budget
 from offload_rt.planning.request import PlanRequest, check_positions
@@ -26,7 +27,12 @@ from offload_rt.planning.sequence_costs import SequenceCosts
 from offload_rt.system.hardware import NO_GPU, Hardware, behind_a_link, named_hardware
 from offload_rt.system.memory import available_memory
 
-LEFT_OPEN = {"offload.refresh_from": "auto", "retrieval.bits": "auto", "offload.group_devices": 0}
+LEFT_OPEN = {
+    "prefill.piece": 0,
+    "offload.refresh_from": "auto",
+    "retrieval.bits": "auto",
+    "offload.group_devices": 0,
+}
 """Keys that another config takes from the sequence's own, with the values by which it leaves them open."""
 
 
@@ -44,7 +50,9 @@ class SequencePlan:
 
     @classmethod
     def of(cls, request: PlanRequest, tiers: Tiers) -> SequencePlan:
-        """Decides how many entries are retrieved, where the config leaves it open: as is fastest here."""
+        """Decides what the config leaves open: in which pieces to read, and how many entries to retrieve."""
+        if request.config.prefill.piece == 0:
+            request = request.having("prefill.piece", CostModel(request).piece_tokens())
         if not request.chooses_budget:
             return cls(request, tiers)
         with_tiers = request.having("offload.resident_tokens", tiers.resident_tokens)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from offload_rt.api.llm import LLM
 from offload_rt.engine.output import OutputProcessor, step
 from offload_rt.engine.results import GenerationResult, TokenEvent
+from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError, first_line
 from offload_rt.sampling.params import SamplingParams
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.prefixes import PrefixPool
 from offload_rt.system import clock
+from offload_rt.text.tokenize import common_beginning
+
+PAUSE_S = 1.0
+"""Time for which running sequences wait while a piece of another prompt is read, about."""
+LEAST_PIECE = 256
+"""Fewest tokens of such a piece: fewer are not read in less time."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Closing(Exception):
 
 
 class _Cancelled(Exception):
-    """Raised in a prefill whose client has gone away."""
+    """Raised in a piece that is not read to its end."""
 
 
 @dataclass(eq=False)
@@ -90,16 +97,37 @@ class Job:
     cached: int = field(default=0, init=False)
 
 
+@dataclass(eq=False)
+class Reading:
+    """A job whose prompt is being read.
+
+    Attributes:
+        started: when its turn came.
+        rate: tokens that were read per second, of the newest piece.
+    """
+
+    job: Job
+    sequence: TokenSequence
+    started: float
+    rate: float = 0.0
+
+    def known(self, tokens: Sequence[int]) -> bool:
+        """Returns whether all that `tokens` have in common with the prompt is read."""
+        return common_beginning(tokens, self.job.tokens) <= self.sequence.full.verified_length + 1
+
+
 class Worker:
     """The only thread that uses an LLM: admits jobs from a queue, and steps all running ones as a batch.
 
     A job whose prompt begins like an earlier one continues from the KV of their common beginning,
-    which exists once however many sequences share it (`PrefixPool`). A prefill holds up the running
-    sequences; each step of the loop admits one job at most, so that they go on between two prefills.
+    which exists once however many sequences share it (`PrefixPool`). Prompts are read in pieces, one of each
+    in turn, and the running sequences are stepped between two pieces. What was read of a prompt whose client
+    goes away is kept.
 
     Args:
         parallel: most jobs that run at a time.
         waiting: most jobs that wait.
+        prefill_share: share of the time that reading takes while other sequences run.
         log: called with a line for each job that has ended.
     """
 
@@ -111,6 +139,7 @@ class Worker:
         *,
         parallel: int = 1,
         waiting: int = 64,
+        prefill_share: float = 0.5,
         log: Callable[[str], object] = lambda line: None,
     ) -> None:
         self._llm = llm
@@ -118,11 +147,13 @@ class Worker:
         self._metrics = metrics
         self._parallel = parallel
         self._most_waiting = waiting
+        self._prefill_share = prefill_share
         self._log = log
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
+        self._opening: Job | None = None
+        self._reading: deque[Reading] = deque()  # the one whose turn it is first
         self._running: dict[Job, OutputProcessor] = {}
-        self._prefilling: tuple[Job, float] | None = None  # the job, and when its prefill began
         self._full = False  # the memory has no room for the next job beside those that run
         self._closing = False
         llm.engine.on_progress = self._progress
@@ -144,6 +175,7 @@ class Worker:
             if len(self._waiting) + len(jobs) > self._most_waiting + max(0, idle):
                 raise QueueFull
             self._waiting += jobs
+            self._tell_positions()
             self._changed.notify()
 
     @property
@@ -159,7 +191,7 @@ class Worker:
     @property
     def running(self) -> int:
         """Number of jobs that are prefilled or continued."""
-        return len(self._running) + (self._prefilling is not None)
+        return len(self._running) + len(self._reading) + (self._opening is not None)
 
     @property
     def closing(self) -> bool:
@@ -175,8 +207,6 @@ class Worker:
         """Ends the jobs that wait or run, and the thread. Idempotent."""
         with self._changed:
             self._closing = True
-            for job in (*self._running, *([self._prefilling[0]] if self._prefilling else [])):
-                job.cancelled = True
             self._changed.notify()
         self._thread.join()
         self._prefixes.close()
@@ -185,81 +215,144 @@ class Worker:
 
     def _work(self) -> None:
         try:
-            while (job := self._next()) is not None or self._running:
-                if job is not None:
+            while self._wait():
+                if (job := self._next()) is not None:
                     self._admit(job)
-                if self._running:
+                began = clock.now()
+                if self._reading:
+                    self._read(self._reading[0])
+                # Others run for their share of the time before the next piece is read.
+                until = clock.now() + (clock.now() - began) * (1 / self._prefill_share - 1)
+                while self._running:
                     self._step()
+                    if not self._reading or self._closing or clock.now() >= until:
+                        break
+            for job, output in list(self._running.items()):
+                self._end(job, output)
+            while self._reading:
+                self._stop_reading(self._reading[0])
         finally:  # also after a defect: no client waits for a thread that has ended
             with self._changed:
                 self._closing = True
-                unfinished = (*self._running, *self._waiting)
+                unfinished = (*self._running, *(one.job for one in self._reading), *self._waiting)
             for job in unfinished:
                 job.send(Closing())
 
-    def _next(self) -> Job | None:
-        """Returns a job to admit; waits for one while nothing runs. None: nothing is to be admitted now."""
+    def _wait(self) -> bool:
+        """Waits for something to do; returns False where the server is to end."""
         with self._changed:
-            while not self._closing:
-                while self._waiting and self._waiting[0].cancelled:
-                    self._waiting.popleft()
-                if self._waiting and len(self._running) < self._parallel and not self._full:
-                    job = self._waiting.popleft()
-                    self._prefilling = job, clock.now()
-                    return job
-                if self._running:
-                    return None
+            while not (self._closing or self._waiting or self._reading or self._running):
                 self._changed.wait()
+            return not self._closing
+
+    def _next(self) -> Job | None:
+        """Returns the next job to admit; None: none can be admitted now.
+
+        A job waits for a prompt that is being read and that begins like its own. Where KV crosses a link,
+        one prompt is read at a time: the others have no memory of the device that they could plan with.
+        """
+        with self._changed:
+            self._waiting = deque(job for job in self._waiting if not job.cancelled)
+            alone = self._reading and not self._llm.engine.in_place
+            if alone or self._full or self.running >= self._parallel:
+                return None
+            for job in self._waiting:
+                if all(one.known(job.tokens) for one in self._reading):
+                    self._waiting.remove(job)
+                    self._opening = job
+                    self._tell_positions()
+                    return job
             return None
 
+    def _tell_positions(self) -> None:
+        """Sends the jobs in the queue their places."""
+        for position, job in enumerate(self._waiting):
+            job.send(Queued(position))
+
     def _admit(self, job: Job) -> None:
-        """Prefills a job's prompt behind the longest cached prefix, and begins its continuation."""
+        """Opens the sequence of a job behind the longest cached prefix; `_read` reads the rest."""
+        started = clock.now()
         try:
-            output = self._open(job)
-        except _Cancelled:
-            pass
+            prefix, job.cached = self._prefixes.prepare(job.tokens, job.params.max_tokens)
+            job.send(PromptProgress(len(job.tokens), job.cached, job.cached, 0.0))
+            sequences = self._parallel - len(self._running) - len(self._reading)
+            sequence = self._llm.engine.start(
+                job.tokens, job.params.max_tokens, sequences=sequences, prefix=prefix
+            )
+            self._reading.append(Reading(job, sequence, started))
         except Exception as error:
-            if isinstance(error, UsageError) and self._running:  # there may be room once one has ended
+            if isinstance(error, UsageError) and self.running > 1:  # there may be room once one has ended
                 self._full = True
                 with self._changed:
                     self._waiting.appendleft(job)
             else:
                 self._report(job, error)
-        else:
-            self._running[job] = output
         finally:
-            self._prefilling = None
+            self._opening = None
 
-    def _open(self, job: Job) -> OutputProcessor:
-        llm, engine, params = self._llm, self._llm.engine, job.params
-        with ExitStack() as failed:
-            prefix, job.cached = self._prefixes.prepare(job.tokens, params.max_tokens)
-            self._progress("prefill", 0, 1)
-            sequence = engine.open(
-                job.tokens,
-                params.max_tokens,
-                sequences=self._parallel - len(self._running),
-                prefix=prefix,
-            )
-            failed.callback(engine.close_sequence, sequence)
-            # Kept at once, so that requests that come meanwhile share it.
-            self._prefixes.add(engine.snapshot(sequence))
-            engine.begin(sequence, sequence.plan, llm.continuation(params, job.tokens))
-            output = llm.output(sequence, params, 0)
-            failed.pop_all()
+    def _read(self, reading: Reading) -> None:
+        """Reads the next piece of a prompt; begins its continuation once all is read."""
+        engine, sequence, job = self._llm.engine, reading.sequence, reading.job
+        self._reading.rotate(-1)
+        try:
+            if job.cancelled:
+                self._stop_reading(reading)
+                return
+            before, began = sequence.full.verified_length, clock.now()
+            if engine.read(sequence, self._piece_limit(reading)):
+                self._begin(reading)
+            else:
+                reading.rate = (sequence.full.verified_length - before) / (clock.now() - began)
+        except _Cancelled:
+            self._stop_reading(reading)
+        except Exception as error:
+            self._stop_reading(reading)
+            self._report(job, error)
+
+    def _piece_limit(self, reading: Reading) -> int | None:
+        """Returns the most tokens of the next piece, so that running sequences wait for about `PAUSE_S`.
+
+        None: none are running, and the piece is as long as planned.
+        """
+        if not self._running:
+            return None
+        return max(LEAST_PIECE, int(reading.rate * PAUSE_S) // LEAST_PIECE * LEAST_PIECE)
+
+    def _begin(self, reading: Reading) -> None:
+        """Begins to continue a prompt that is read."""
+        llm, engine, job, sequence = self._llm, self._llm.engine, reading.job, reading.sequence
+        # Kept at once, so that requests that come meanwhile share it.
+        self._prefixes.add(engine.snapshot(sequence))
+        engine.begin(sequence, sequence.plan, llm.continuation(job.params, job.tokens))
+        output = llm.output(sequence, job.params, 0)
+        self._reading.remove(reading)
+        self._running[job] = output
         self._metrics.prompt(len(job.tokens), job.cached)
-        return output
+
+    def _stop_reading(self, reading: Reading) -> None:
+        """Ends the reading of a prompt; the pieces that were read are kept."""
+        engine, sequence = self._llm.engine, reading.sequence
+        self._reading.remove(reading)
+        self._full = False
+        with suppress(Exception), ExitStack() as closing:  # of a broken link, say, which is reported
+            closing.callback(engine.close_sequence, sequence)
+            if sequence.full.verified_length > reading.job.cached:
+                sequence.drop_unread()
+                self._prefixes.add(engine.snapshot(sequence))
+        if self._closing:
+            reading.job.send(Closing())
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         """Sends the progress of a prefill to the job that is prefilled."""
-        if self._prefilling is None or phase != "prefill":
+        if phase != "prefill" or not self._reading:
             return
-        job, started = self._prefilling
-        if job.cancelled:
+        reading = self._reading[-1]  # those before it wait for their turns
+        job, count = reading.job, len(reading.job.tokens)
+        in_one_piece = not reading.sequence.plan.config.prefill.piece
+        if self._closing or (in_one_piece and job.cancelled):
             raise _Cancelled
-        count = len(job.tokens)
         processed = job.cached + (count - job.cached) * done // total
-        job.send(PromptProgress(count, job.cached, processed, 1e3 * (clock.now() - started)))
+        job.send(PromptProgress(count, job.cached, processed, 1e3 * (clock.now() - reading.started)))
 
     def _step(self) -> None:
         """Runs a decode step of all running jobs, and sends what it yields."""

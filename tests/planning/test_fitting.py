@@ -94,7 +94,8 @@ def test_on_a_gpu_sizes_and_shares_are_the_plans(monkeypatch: pytest.MonkeyPatch
         decided = given
         for key in ("offload.refresh_from", "retrieval.bits", "retrieval.budget"):
             decided = decided.having(key, made[0].request.config.value(key))
-        assert config == decided and config.retrieval.budget > 0
+        decided = decided.having("prefill.piece", config.prefill.piece)
+        assert config == decided and config.retrieval.budget > 0 and config.prefill.piece > 0
         assert shares.resident_tokens % config.store.page == shares.cpu_tokens % config.store.page == 0
         # What a config says is kept.
         subject.configs = (given.having("offload.resident_tokens", 512),)

@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -109,6 +109,7 @@ def serving(
     disk: SessionFolder | None = None,
     layers: int = 2,
     patience_s: int | None = None,
+    sizes: Mapping[str, object] = SIZES,
     **options: Any,
 ) -> Iterator[Served]:
     """Serves a pair of tiny models over loopback.
@@ -119,7 +120,7 @@ def serving(
     target = tiny_target("llama-gqa", vocabulary=ASCII, layers=layers)
     # Tokens that are not ASCII would be no text that a client can send back.
     tokenizer = chat_tokenizer()
-    with LLM.from_models(target, noisy_copy(target), tokenizer, config, SIZES) as llm:
+    with LLM.from_models(target, noisy_copy(target), tokenizer, config, sizes) as llm:
         metrics = Metrics()
         notices = list[str]()
         prefixes = PrefixPool(llm, limit_bytes, disk, notices.append)

@@ -1,0 +1,164 @@
+"""Prompts are read in pieces: whatever ends the reading, the pieces stay, and a retry reads on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.small_engine import LINKS, SIZES
+from support.tiny_models import byte_ids, noisy_copy, tiny_target
+
+from offload_rt import LLM, SamplingParams
+from offload_rt.api.sessions import SessionFolder
+from offload_rt.errors import UsageError
+
+PIECE, LAST = 24, 8
+PIECES = SIZES | {"prefill.chunk": 16, "prefill.piece": PIECE}
+TEXT, LAYERS = byte_ids(170), 2
+SHORT = SamplingParams(max_tokens=12)
+ENDS: tuple[Callable[[], BaseException], ...] = (
+    KeyboardInterrupt,
+    lambda: UsageError("the client is gone"),
+    lambda: MemoryError("of the machine"),
+)
+
+
+class Reading:
+    """Progress of a prefill, which it ends at a given report.
+
+    Attributes:
+        tokens: that the newest reading had to read, and those that it had read.
+    """
+
+    def __init__(self) -> None:
+        self.ends_after: int | None = None
+        self.end: Callable[[], BaseException] = KeyboardInterrupt
+        self.tokens = 0, 0.0
+
+    def __call__(self, phase: str, done: int, of: int) -> None:
+        if phase != "prefill":
+            return
+        self.tokens = of // LAYERS, done / LAYERS
+        if self.ends_after is not None:
+            self.ends_after -= 1
+            if self.ends_after < 0:
+                self.ends_after = None
+                raise self.end()
+
+
+def opened(
+    reading: Reading, link: str = "in place", arch: str = "llama-gqa", config: str = "triforce"
+) -> LLM:
+    target = tiny_target(arch)
+    draft = noisy_copy(target) if config == "triforce" else None
+    return LLM.from_models(target, draft, None, config, PIECES, reading, link=LINKS[link]())
+
+
+@pytest.fixture(
+    scope="module", params=[("in place", "llama-gqa"), ("link", "llama-gqa"), ("link", "mistral")]
+)
+def read_in_pieces(request: pytest.FixtureRequest) -> Any:
+    reading = Reading()
+    config = "triforce" if request.param[1] == "llama-gqa" else "plain"
+    with opened(reading, *request.param, config) as llm:
+        yield llm, reading, request.param[1] == "llama-gqa"
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    length=st.integers(2, len(TEXT)),
+    ends=st.lists(st.tuples(st.integers(0, 30), st.sampled_from(ENDS)), max_size=4),
+    updates=st.booleans(),
+)
+def test_a_retry_reads_on(
+    read_in_pieces: Any, length: int, ends: list[tuple[int, Callable[[], BaseException]]], updates: bool
+) -> None:
+    """Nothing is read twice but the last piece, and the tokens are those of an uninterrupted run."""
+    llm, reading, paged = read_in_pieces
+    tokens = TEXT[:length]
+    expected = llm.generate(tokens, SHORT).tokens
+    context = llm.read([tokens[0] ^ 1]) if updates else None
+
+    def read() -> Any:
+        if context is not None:
+            context.update(tokens)
+            return context
+        return llm.read(tokens)
+
+    least = 0.0
+    for reports, end in ends:
+        reading.ends_after, reading.end, reading.tokens = reports, end, (0, 0.0)
+        try:
+            read().close()
+        except (KeyboardInterrupt, UsageError, MemoryError):
+            missing, read_by_then = reading.tokens
+            if paged:  # other sequences keep few of the lengths that they can return to
+                assert length - 1 - missing >= least, "a piece that was read before is there"
+            least = length - 1 - missing + read_by_then - PIECE - LAST
+        else:
+            break
+    reading.ends_after = None
+    if context is not None and context.closed:
+        context = None
+    with read() as finished:
+        assert finished.tokens == tokens
+        assert finished.generate((), SHORT).tokens == expected
+    assert llm.engine.store.used_bytes == 0
+
+
+def test_another_prompt_drops_what_was_read(read_in_pieces: Any) -> None:
+    llm, reading, _ = read_in_pieces
+    reading.ends_after, reading.end = 6, KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        llm.read(TEXT)
+    assert llm.engine.store.used_bytes > 0
+    llm.read([TEXT[0] ^ 1, *TEXT[1:]]).close()
+    assert llm.engine.store.used_bytes == 0
+
+
+def test_an_append_that_fails_leaves_nothing(read_in_pieces: Any) -> None:
+    llm, reading, _ = read_in_pieces
+    with llm.read(TEXT[:40]) as context:
+        reading.ends_after, reading.end = 5, KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            context.append(TEXT[40:])
+        assert context.tokens == TEXT[:40]
+        context.append(TEXT[40:])
+        assert context.generate((), SHORT).tokens == llm.generate(TEXT, SHORT).tokens
+
+
+def test_pieces_are_kept_as_a_session_and_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_rt.api.sessions.LEAST_TOKENS", 16)
+    reading = Reading()
+    with opened(reading) as llm:
+        for name in ("mine", None):
+            folder = SessionFolder(tmp_path / str(name))
+            reading.ends_after = 20
+            with pytest.raises(KeyboardInterrupt):
+                folder.open(llm, TEXT, 12, name, cache=name is None)
+            kept = folder.keep_unfinished(llm, name)
+            assert kept > PIECE and llm.engine.store.used_bytes == 0
+            assert folder.keep_unfinished(llm, name) == 0
+            context, found = folder.open(llm, TEXT, 12, name, cache=name is None)
+            assert found == kept
+            assert context.generate((), SHORT).tokens == llm.generate(TEXT, SHORT).tokens
+            context.close()
+
+
+def test_a_session_loses_no_token_to_what_was_read_of_another_prompt(tmp_path: Path) -> None:
+    reading, folder = Reading(), SessionFolder(tmp_path)
+    with opened(reading) as llm:
+        with llm.read(TEXT) as context:
+            folder.save(context, "mine")
+        reading.ends_after = 8
+        with pytest.raises(KeyboardInterrupt):
+            folder.open(llm, [*TEXT[:100], *TEXT[:70]], 12, "mine")
+        assert folder.keep_unfinished(llm, "mine") == 0
+        with folder.load(llm, "mine") as context:
+            assert context.tokens == TEXT
