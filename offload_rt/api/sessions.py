@@ -169,7 +169,7 @@ class SessionFolder(SessionFiles):
         Returns:
             The file; None: it is too short, too large for the cache, or nearly all of it is there already.
         """
-        tokens, ours = prefix.tokens, llm.fingerprint(prefix.target)
+        tokens, ours = list(prefix.tokens), llm.fingerprint(prefix.target)
         beginnings = self._beginnings(ours, tokens)
         if len(tokens) - (beginnings[0][1] if beginnings else 0) < LEAST_TOKENS:
             return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cpu_kv import SequenceKV
 from offload_rt.caches.rewind_points import RewindPoint
 from offload_rt.caches.target_states import SavedStates
+from offload_rt.engine.shared_tokens import SharedTokens
 from offload_rt.model.runner import CausalModel
 from offload_rt.text.tokenize import common_beginning
 
@@ -31,7 +32,10 @@ def usable_tokens(
         points: see `usable_length`.
         verified: number of tokens with KV.
     """
-    common = common_beginning(tokens, prompt)
+    if isinstance(tokens, SharedTokens) and isinstance(prompt, SharedTokens):
+        common = tokens.common_beginning(prompt)
+    else:
+        common = common_beginning(tokens, prompt)
     usable = usable_length(points, min(verified, max(0, common - 1)))
     return min(common, usable + 1) if usable or points is None else 0
 
@@ -49,7 +53,7 @@ class KVPrefix:
         states: of the target's newest tokens, for a draft head; None: there are none.
     """
 
-    tokens: list[int]
+    tokens: Sequence[int]
     kv: SequenceKV
     points: list[RewindPoint]
     target: CausalModel

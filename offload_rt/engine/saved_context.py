@@ -72,7 +72,7 @@ def save_prefix(
         raise UsageError(f"session {path}: is a pipe or a device; name a file")
     kv, layout = prefix.kv, prefix.kv.layout
     whole = kv.length // layout.page_size * layout.page_size
-    parts = [Part.of("tokens", torch.tensor(prefix.tokens, dtype=torch.int32))]
+    parts = [Part.of("tokens", torch.tensor(list(prefix.tokens), dtype=torch.int32))]
     for at, point in enumerate(prefix.points):
         parts += [Part.of(name, tensor) for name, tensor in _point_tensors(at, point).items()]
     states = prefix.states

@@ -79,7 +79,7 @@ class TokenSequence:
     ) -> None:
         self.plan = plan
         self.config, tiers = plan.config, plan.tiers
-        self.tokens: list[int] = [] if prefix is None else prefix.tokens[:prefix_tokens]
+        self.tokens: list[int] = [] if prefix is None else list(prefix.tokens[:prefix_tokens])
         self.start = 0
         self.prefill_tokens = 0
         self.prefill_ms = 0.0

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from offload_rt.api.llm import LLM
 from offload_rt.api.sessions import LEAST_TOKENS, SessionFolder
 from offload_rt.engine.prefix import KVPrefix
+from offload_rt.engine.shared_tokens import TokenPages
 from offload_rt.errors import UsageError, first_line
 
 
 class PrefixPool:
     """Prefilled tokens, with their KV, the least recently used first; only the worker's thread uses it.
 
-    Prefixes that begin alike share the pages of their common beginning, so that each costs the memory of its
-    own end alone.
+    Prefixes that begin alike share the pages of their common beginning, of KV and of token IDs, so that each
+    costs the memory of its own end.
 
     Args:
         limit_bytes: most bytes of KV in the store; the least recently used prefixes go first.
@@ -34,6 +36,7 @@ class PrefixPool:
         self._disk = disk
         self._on_notice = on_notice
         self._prefixes: list[KVPrefix] = []
+        self._pages = TokenPages()
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -51,8 +54,9 @@ class PrefixPool:
         """
         target = self._llm.engine.target.for_length(len(tokens), new_tokens)
         best, length = None, 0
+        shared = self._pages.share(tokens)
         for prefix in self._prefixes:
-            common = prefix.begins(tokens, target)
+            common = prefix.begins(shared, target)
             if common > length:
                 best, length = prefix, common
         if self._disk is not None:
@@ -61,8 +65,9 @@ class PrefixPool:
                 self._make_room(len(tokens), new_tokens, None, 0)
                 loaded = self._disk.read(self._llm, file[0], target, file[1])
                 if loaded is not None:
-                    best, length = loaded, loaded.begins(tokens, target)
-                    self._prefixes.append(loaded)
+                    best = replace(loaded, tokens=self._pages.share(loaded.tokens))
+                    length = best.begins(shared, target)
+                    self._prefixes.append(best)
         if best is not None:
             self._prefixes.remove(best)
             self._prefixes.append(best)  # the one that was used last
@@ -71,6 +76,7 @@ class PrefixPool:
 
     def add(self, prefix: KVPrefix) -> None:
         """Keeps a prefix; one that it begins with is not needed any more."""
+        prefix = replace(prefix, tokens=self._pages.share(prefix.tokens))
         for other in list(self._prefixes):
             if prefix.begins(other.tokens, other.target) == len(other.tokens):
                 self._prefixes.remove(other)

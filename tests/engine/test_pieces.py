@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.small_engine import LINKS, SIZES
-from support.tiny_models import byte_ids, noisy_copy, tiny_target
+from support.tiny_models import LOCAL_ARCHITECTURES, byte_ids, local_model, noisy_copy, tiny_target
 
 from offload_rt import LLM, SamplingParams
 from offload_rt.api.sessions import SessionFolder
@@ -53,25 +53,29 @@ class Reading:
 def opened(
     reading: Reading, link: str = "in place", arch: str = "llama-gqa", config: str = "triforce"
 ) -> LLM:
-    target = tiny_target(arch)
+    target = local_model(arch) if arch in LOCAL_ARCHITECTURES else tiny_target(arch)
     draft = noisy_copy(target) if config == "triforce" else None
     return LLM.from_models(target, draft, None, config, PIECES, reading, link=LINKS[link]())
 
 
-@pytest.fixture(
-    scope="module", params=[("in place", "llama-gqa"), ("link", "llama-gqa"), ("link", "mistral")]
-)
+PLACES = ("in place", "llama-gqa"), ("link", "llama-gqa"), ("link", "qwen3.5")
+
+
+@pytest.fixture(scope="module", params=PLACES)
 def read_in_pieces(request: pytest.FixtureRequest) -> Any:
-    reading = Reading()
-    config = "triforce" if request.param[1] == "llama-gqa" else "plain"
-    with opened(reading, *request.param, config) as llm:
-        yield llm, reading, request.param[1] == "llama-gqa"
+    link, arch = request.param
+    reading, paged = Reading(), arch == "llama-gqa"
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("prefill", "sequence"):
+            patch.setattr(f"offload_rt.engine.{module}.LAST_PORTION", 4)
+        with opened(reading, link, arch, "triforce" if paged else "plain") as llm:
+            yield llm, reading, paged
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     length=st.integers(2, len(TEXT)),
-    ends=st.lists(st.tuples(st.integers(0, 30), st.sampled_from(ENDS)), max_size=4),
+    ends=st.lists(st.tuples(st.integers(0, 30), st.sampled_from(ENDS)), max_size=3),
     updates=st.booleans(),
 )
 def test_a_retry_reads_on(
@@ -112,7 +116,7 @@ def test_a_retry_reads_on(
 
 def test_another_prompt_drops_what_was_read(read_in_pieces: Any) -> None:
     llm, reading, _ = read_in_pieces
-    reading.ends_after, reading.end = 6, KeyboardInterrupt
+    reading.ends_after, reading.end = 11, KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         llm.read(TEXT)
     assert llm.engine.store.used_bytes > 0
