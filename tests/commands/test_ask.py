@@ -198,6 +198,39 @@ def test_a_session_is_read_once_and_asked_again(run: Run, llm: LLM, folder: Path
     assert listed.startswith("moby ")
 
 
+@pytest.mark.parametrize("command", ["ask", "chat"])
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_was_read_before_an_interrupt_is_not_read_again(
+    run: Run,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    number: signal.Signals,
+    status: int,
+) -> None:
+    """A chat that goes on from there needs no file: its messages are kept too."""
+    given = (*GREEDY, "--session", "moby", "--cache", str(tmp_path / "sessions"), "--set", "prefill.piece=64")
+    question, answers = (("Who?",), {}) if command == "ask" else ((), {"stdin": "Who?"})
+    _, whole, _ = run(command, *GREEDY, *book(folder), *question, **answers)
+    reports, shown = itertools.count(), Console.progress
+
+    def interrupted(console: Console, phase: str, done: int, of: int) -> None:
+        if phase == "prefill" and next(reports) == 8:
+            signal.raise_signal(number)
+        shown(console, phase, done, of)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Console, "progress", interrupted)
+        code, out, err = run(command, *given, *book(folder), *question, **answers)
+    assert (code, out) == (status, "")
+    kept = re.search(r"session    moby: the first (\d+) of (\d+) tokens are kept: the same command", err)
+    assert kept and 0 < int(kept[1]) < int(kept[2])
+    code, out, err = run(command, *given, *question, **answers)
+    assert (code, out) == (0, whole)
+    assert f"session    moby: {kept[1]} of" in err
+
+
 def test_a_session_keeps_its_date(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
