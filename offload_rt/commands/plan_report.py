@@ -161,7 +161,8 @@ def _times(predicted: Prediction) -> Iterator[str]:
         f"round      {predicted.round_ms:.1f} ms: pass {predicted.pass_ms:.1f}, draft "
         f"{predicted.draft_ms:.1f}; {predicted.tokens_per_round:.2f} tokens"
     )
-    yield f"prefill    {predicted.prefill_ms / 1e3:.1f} s"
+    pieces = f"pieces of {predicted.piece_tokens:,} tokens" if predicted.piece_tokens else "one piece"
+    yield f"prefill    {predicted.prefill_ms / 1e3:.1f} s, in {pieces}"
     yield f"bottleneck {predicted.bottleneck}"
 
 

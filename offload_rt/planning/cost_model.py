@@ -490,6 +490,8 @@ class CostModel:
         As few as make the prefill longer by `PIECES_COST` at most; 0: all of them. What a piece costs is that
         the KV before it crosses the link once more, for longer than the piece attends to it.
         """
+        if self.config.prefill.piece:
+            return self.config.prefill.piece
         piece = self.config.prefill.chunk
         if self.request.in_place:
             return piece

@@ -46,7 +46,10 @@ NOTHING_FITS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted times in ms, and tokens per round."""
+    """Predicted times in ms, tokens per round, and tokens of the pieces in which the prompt is read.
+
+    `piece_tokens` is 0 where it is read in one piece.
+    """
 
     pass_ms: float
     draft_ms: float
@@ -54,6 +57,7 @@ class Prediction:
     tokens_per_round: float
     ms_per_token: float
     prefill_ms: float
+    piece_tokens: int
     bottleneck: str
     plain_ms_per_token: float  # of the fastest plan without speculation
 
@@ -249,6 +253,7 @@ def _planned(request: PlanRequest, costs: CostModel, best: RoundTime) -> Plan:
         tokens_per_round=best.tokens,
         ms_per_token=best.ms_per_token,
         prefill_ms=costs.prefill_ms(),
+        piece_tokens=costs.piece_tokens(),
         bottleneck=costs.bottleneck(best),
         plain_ms_per_token=best_round(CostModel(plain)).ms_per_token,
     )

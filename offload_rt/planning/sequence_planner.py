@@ -51,8 +51,7 @@ class SequencePlan:
     @classmethod
     def of(cls, request: PlanRequest, tiers: Tiers) -> SequencePlan:
         """Decides what the config leaves open: in which pieces to read, and how many entries to retrieve."""
-        if request.config.prefill.piece == 0:
-            request = request.having("prefill.piece", CostModel(request).piece_tokens())
+        request = request.having("prefill.piece", CostModel(request).piece_tokens())
         if not request.chooses_budget:
             return cls(request, tiers)
         with_tiers = request.having("offload.resident_tokens", tiers.resident_tokens)

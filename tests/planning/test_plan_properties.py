@@ -154,3 +154,26 @@ def test_no_other_shares_make_a_shorter_round(asked: PlanRequest, resident: int,
     places |= {(most, share) for share in (*range(0, asked.context - most, page), asked.context - most)}
     best = min(expected_round(predictor, drafted, *place).ms_per_token for place in places)
     assert planned.check().ms_per_token == pytest.approx(best, rel=1e-9)
+
+
+@quick
+@given(hardware=machines(gpus=(1, 1)), shape=shapes, context=st.integers(1000, 200_000))
+def test_a_faster_link_needs_no_longer_pieces(hardware: Hardware, shape: Any, context: int) -> None:
+    """The KV before a piece crosses the link once more for it; 0: all tokens are one piece."""
+    card = hardware.gpus[0]
+    faster = replace(hardware, gpus=(replace(card, to_device_rate=2 * card.to_device_rate),))
+    asked = [request({}, "plain", context, target=shape, hardware=one) for one in (hardware, faster)]
+    piece, with_faster = (CostModel(one).piece_tokens() for one in asked)
+    chunk = asked[0].config.prefill.chunk
+    assert piece == 0 or (piece % chunk == 0 and piece < context)
+    assert piece == 0 or 0 < with_faster <= piece
+
+
+def test_pieces_of_a_prompt() -> None:
+    """With a key head for every head, more crosses the link while as much is computed."""
+    grouped = replace(SHAPES["llama3.1-8b"], vocabulary=JF68M.vocabulary, max_positions=2**18)
+    assert CostModel(request({}, target=grouped)).piece_tokens() == 2048
+    assert CostModel(request()).piece_tokens() == 4096
+    assert CostModel(request(hardware=gpu(to_device_rate=1.0))).piece_tokens() == 0
+    assert CostModel(request({"prefill.piece": 512})).piece_tokens() == 512
+    assert CostModel(request(hardware=gpu(0))).piece_tokens() == 2048
