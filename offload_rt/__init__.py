@@ -7,12 +7,21 @@ TYPE_CHECKING = False  # true to type checkers; importing typing would delay the
 if TYPE_CHECKING:
     from offload_rt.api.context import Context, TokenStream
     from offload_rt.api.llm import LLM
-    from offload_rt.engine.results import GenerationResult, TokenEvent
+    from offload_rt.engine.results import GenerationResult, PromptScore, TokenEvent
     from offload_rt.sampling.params import SamplingParams
 
 wait_passively()
 
-__all__ = ["LLM", "Context", "GenerationResult", "SamplingParams", "TokenEvent", "TokenStream", "UsageError"]
+__all__ = [
+    "LLM",
+    "Context",
+    "GenerationResult",
+    "PromptScore",
+    "SamplingParams",
+    "TokenEvent",
+    "TokenStream",
+    "UsageError",
+]
 
 
 def __getattr__(name: str) -> object:

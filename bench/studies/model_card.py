@@ -11,7 +11,7 @@ from statistics import fmean
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 
 from bench import arguments as args
 from bench.results import Row
@@ -19,12 +19,11 @@ from bench.studies.acceptance import CACHES, HEAVY_HITTERS, ROUND, small_caches
 from bench.studies.needles import needle
 from bench.studies.study import Part, Study
 from bench.studies.texts import Texts
-from offload_rt.engine.prefill import prefill
+from offload_rt.engine.scoring import PromptScorer
 from offload_rt.engine.sequence import TokenSequence
 
 WINDOWS = (32, 16, 8, 4, 2, 1)
 """Lengths of prompts that end at the same token, as divisors of the longest."""
-HEAD_SLICE = 2048  # rows of logits at a time
 
 
 @dataclass(frozen=True)
@@ -88,16 +87,11 @@ def of_change(change: Tensor | None) -> Row:
     return {"change": mean, "error": error, "rises": mean > 2 * error}
 
 
-@torch.inference_mode()
 def token_losses(sequence: TokenSequence, tokens: Sequence[int]) -> Tensor:
     """Reads `tokens`; returns the loss in nats of all but the first: `[tokens - 1]`, float64, CPU."""
-    model = sequence.target
-    hidden = prefill(model, sequence.full, tokens, sequence.config.prefill.chunk, outputs=True)
-    assert hidden is not None
-    before = hidden[:, :-1].split(HEAD_SLICE, dim=1)
-    after = torch.tensor(tokens[1:], device=model.device).split(HEAD_SLICE)
-    logits = ((model.logits(part).float(), goals) for part, goals in zip(before, after, strict=True))
-    return torch.cat([cross_entropy(*pair, reduction="none") for pair in logits]).double().cpu()
+    scorer = PromptScorer(sequence.target, tokens)
+    sequence.prefill(tokens, outputs=scorer.take)
+    return -torch.tensor(scorer.score().logprobs[1:], dtype=torch.float64)
 
 
 def window_of(prompt: Sequence[int], window: int, beginning: int | None) -> list[int]:

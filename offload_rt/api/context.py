@@ -13,7 +13,7 @@ from offload_rt.api.frontend import GREEDY, Frontend, Prompt
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.output import OutputProcessor, step
 from offload_rt.engine.prefix import KVPrefix
-from offload_rt.engine.results import GenerationResult, TokenEvent
+from offload_rt.engine.results import GenerationResult, PromptScore, TokenEvent
 from offload_rt.engine.saved_context import SavedContext, save_prefix
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError
@@ -270,6 +270,22 @@ class Context:
     def _answered(self, messages: list[Message], result: GenerationResult) -> None:
         if result.tokens and result.finish_reason != "error":
             self.messages = [*messages, {"role": "assistant", "content": result.answer}]
+
+    def score(self, prompt: Prompt, *, top: int = 0) -> PromptScore:
+        """Returns the log probability of each token of a prompt behind the context, which stays as it is.
+
+        Only the prompt is read, so that several continuations of a document can be compared. The result also
+        has the context's tokens, which are not scored.
+
+        Args:
+            top: number of likeliest tokens that are reported in the place of each, 0 to 20.
+
+        Raises:
+            UsageError: the prompt does not fit, or the context is closed.
+        """
+        tokens = self.llm.prompt_ids(prompt, behind=True)
+        with self._engine.lock, self.snapshot() as prefix:
+            return self.llm.scored([*prefix.tokens, *tokens], top, len(prefix.tokens), prefix)
 
     def fork(self, room: int = ROOM) -> Context:
         """Returns a second context of these tokens, at once: each goes on by itself.

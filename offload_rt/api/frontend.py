@@ -19,6 +19,9 @@ from offload_rt.drafting.thought_grammar import thoughts_first
 from offload_rt.drafting.verifier import Sampling
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.output import OutputProcessor
+from offload_rt.engine.prefix import KVPrefix
+from offload_rt.engine.results import PromptScore
+from offload_rt.engine.scoring import PromptScorer
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.model.fingerprint import Fingerprint
@@ -195,6 +198,19 @@ class Frontend:
             )
         sampling = Sampling(params, draws, ends, grammar)
         return Continuation(sampling, params.max_tokens)
+
+    def scored(
+        self, tokens: Sequence[int], top: int, start: int, prefix: KVPrefix | None = None
+    ) -> PromptScore:
+        """Returns the score of token IDs, and keeps nothing of them; see `LLM.score`.
+
+        Args:
+            prefix: KV of its tokens before `start` is not computed again.
+        """
+        engine = self.engine
+        scorer = PromptScorer(engine.target, tokens, top, start)
+        engine.close_sequence(engine.open(tokens, 0, prefix=prefix, scorer=scorer))
+        return scorer.score()
 
     def composition(self, config: str | None, overrides: Mapping[str, object] = {}) -> Config | None:
         """Returns the config of that name or file; None, the LLM's own, where no name is given."""

@@ -19,7 +19,7 @@ from offload_rt.config.schema import AUTO
 from offload_rt.drafting.levels.base import needs_draft_model
 from offload_rt.drafting.levels.configs import load_configs, with_head
 from offload_rt.engine.engine import ProgressReport
-from offload_rt.engine.results import GenerationResult
+from offload_rt.engine.results import GenerationResult, PromptScore
 from offload_rt.engine.saved_context import SavedContext
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.model.config_shapes import ignored_parts
@@ -146,6 +146,21 @@ class LLM(Frontend):
         context.messages = checked_messages(prompt) if is_messages(prompt) else None
         context.date = date
         return context
+
+    def score(self, prompt: Prompt, *, top: int = 0, start: int = 0) -> PromptScore:
+        """Returns the log probability of each token of a prompt, given those before it, by one prefill.
+
+        Args:
+            top: number of likeliest tokens that are reported in the place of each, 0 to 20.
+            start: position of the first token to score: a context's tokens before it are only read.
+
+        Raises:
+            UsageError: the prompt does not fit, or `top` or `start` is out of range.
+        """
+        tokens = self.prompt_ids(prompt)
+        with self.engine.lock:
+            self._close_dropped()
+            return self.scored(tokens, top, start)
 
     def load(self, path: str | Path, room: int = ROOM) -> Context:
         """Loads a context that `Context.save` saved; it goes on as if it had never been saved.

@@ -20,6 +20,7 @@ from offload_rt.drafting.resources import SharedResources
 from offload_rt.engine.batching import BatchRunner, PassThread
 from offload_rt.engine.decode import decode_step
 from offload_rt.engine.prefix import KVPrefix
+from offload_rt.engine.scoring import PromptScorer
 from offload_rt.engine.sequence import Continuation, TokenSequence
 from offload_rt.errors import UsageError
 from offload_rt.machine.inventory import native_kernel
@@ -183,6 +184,7 @@ class Engine:
         tiers: Tiers | None = None,
         sequences: int = 1,
         prefix: KVPrefix | None = None,
+        scorer: PromptScorer | None = None,
     ) -> TokenSequence:
         """Opens a sequence and prefills its prompt. Other sequences may be open.
 
@@ -195,15 +197,16 @@ class Engine:
             runner = self.target.for_length(len(tokens), new_tokens)
             unfinished = self.take_unfinished()
             if unfinished is not None:
-                if unfinished.begins(tokens, runner) > (
-                    0 if prefix is None else prefix.begins(tokens, runner)
+                reusable = tokens if scorer is None else scorer.unscored
+                if unfinished.begins(reusable, runner) > (
+                    0 if prefix is None else prefix.begins(reusable, runner)
                 ):
                     prefix = unfinished
                 else:
                     unfinished.close()  # there may be no room beside it
                     unfinished = None
             try:
-                sequence = self.start(tokens, new_tokens, tiers, sequences, prefix)
+                sequence = self.start(tokens, new_tokens, tiers, sequences, prefix, scorer)
             except BaseException:
                 self._unfinished = unfinished
                 raise
@@ -227,6 +230,7 @@ class Engine:
         tiers: Tiers | None = None,
         sequences: int = 1,
         prefix: KVPrefix | None = None,
+        scorer: PromptScorer | None = None,
     ) -> TokenSequence:
         """Opens a sequence whose prompt `read` reads, piece by piece.
 
@@ -237,10 +241,12 @@ class Engine:
                 memory.
             prefix: the KV of its longest common beginning with `tokens` is shared, and only what follows is
                 prefilled.
+            scorer: scores the prompt while it is read. The prefix is used for tokens that are not scored.
         """
         with self.lock:
             runner = self.target.for_length(len(tokens), new_tokens)
-            prefix_tokens = 0 if prefix is None else prefix.begins(tokens, runner)
+            reusable = tokens if scorer is None else scorer.unscored
+            prefix_tokens = 0 if prefix is None else prefix.begins(reusable, runner)
             shared_tokens = 0 if prefix is None else prefix.shared_tokens(prefix_tokens)
             self.check_room([(len(tokens), new_tokens)], shared_tokens)
             if tiers is None:
@@ -250,7 +256,7 @@ class Engine:
             resources = replace(self._resources, timeline=self.timeline)
             sequence = TokenSequence(resources, plan, runner, len(tokens) + new_tokens, prefix, prefix_tokens)
             self._sequences.append(sequence)
-            sequence.append(tokens[prefix_tokens:])
+            sequence.append(tokens[prefix_tokens:], None if scorer is None else scorer.take)
             return sequence
 
     def read(self, sequence: TokenSequence, most: int | None = None) -> bool:

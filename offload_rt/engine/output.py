@@ -14,6 +14,7 @@ from cpu_kv.sizes import dtype_name
 from offload_rt.drafting.base import Round
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.results import (
+    Alternatives,
     FinishReason,
     GenerationResult,
     LevelStatistics,
@@ -22,10 +23,11 @@ from offload_rt.engine.results import (
     TokenEvent,
     Transfer,
 )
+from offload_rt.engine.scoring import alternatives, log_probabilities
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.sampling.params import SamplingParams
 from offload_rt.system import clock
-from offload_rt.system.device_copies import to_device, to_host
+from offload_rt.system.device_copies import to_host
 from offload_rt.text.thoughts import LAST_TOKENS, ThoughtMarks, split
 from offload_rt.text.tokenize import TextStream
 
@@ -47,8 +49,8 @@ def finish(engine: Engine, outputs: Sequence[OutputProcessor]) -> None:
             deque(events, maxlen=0)
 
 
-Likelihood = tuple[float, tuple[tuple[int, float], ...]]
-"""Log probability of a token, and of the likeliest ones in its place."""
+Likelihood = tuple[float, Alternatives]
+"""Log probability of a token, and the likeliest ones in its place."""
 
 
 @torch.inference_mode()
@@ -58,18 +60,8 @@ def likelihoods(round: Round, count: int) -> list[Likelihood]:
     Args:
         count: number of likeliest tokens, whose log probabilities are returned too.
     """
-    logits = round.logits.to(torch.promote_types(round.logits.dtype, torch.float32))
-    logprobs = logits.log_softmax(-1)
-    own = logprobs.gather(1, to_device(round.tokens, logits.device)[:, None])[:, 0]
-    best = logprobs.topk(min(count, logits.shape[1]), dim=-1)
-    copies = to_host(own, best.indices, best.values) if count else to_host(own)
-    own_read, *best_read = (tensor.tolist() for tensor in copies)
-    if not best_read:
-        return [(logprob, ()) for logprob in own_read]
-    return [
-        (logprob, tuple(zip(tokens, values, strict=True)))
-        for logprob, tokens, values in zip(own_read, *best_read, strict=True)
-    ]
+    own, *best = to_host(*log_probabilities(round.logits, round.tokens, count))
+    return list(zip(own.tolist(), alternatives(best, len(round.tokens)), strict=True))
 
 
 class OutputProcessor:

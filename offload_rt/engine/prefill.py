@@ -20,6 +20,9 @@ from offload_rt.caches.target_states import TargetStates
 from offload_rt.model.runner import CausalModel
 
 Progress = Callable[[int, int], None]
+Outputs = Callable[[int, Tensor], None]
+"""Called with the position of a chunk's first token, and the chunk's hidden states after the last layer,
+`[1, tokens, hidden_size]`, which are valid during the call: chunks in order of position, each once."""
 LAST_PORTION = 256
 """Tokens at the end of a prompt that are a portion of their own where a model has local layers."""
 
@@ -33,8 +36,8 @@ def prefill(
     progress: Progress | None = None,
     *,
     behind: int = 0,
-    outputs: bool = False,
-) -> Tensor | None:
+    outputs: Outputs | None = None,
+) -> None:
     """Computes the KV of tokens behind those of a cache; derived caches are filled by `build_derived`.
 
     Behind others, `chunk` tokens at a time go through all layers: the earlier KV crosses the link once for
@@ -46,22 +49,17 @@ def prefill(
         chunk: queries at a time.
         progress: called with (token-layers done, token-layers in all).
         behind: number of tokens of the prompt that further calls will read.
-        outputs: of an empty cache, also compute what the last layer puts out. Decoding needs its KV alone,
-            which takes no attention in that layer.
-
-    Returns:
-        With `outputs`, hidden states after the last layer, `[1, tokens, hidden_size]`; else None.
+        outputs: takes the output of the last layer for these tokens; None: it is not computed. Decoding
+            needs only the KV, which takes no attention in that layer.
     """
     if not tokens:
         raise ValueError("a prefill needs at least one token")
-    if cache.verified_length and outputs:
-        raise ValueError("outputs are available only for an empty cache")
     end = len(tokens)
     # A sequence with local layers returns only to lengths at which a portion ended: with another end, such a
     # prompt is not prefilled again from its beginning.
-    apart = model.kinds.local and not behind and not outputs
+    apart = model.kinds.local and not behind
     alone = LAST_PORTION if apart and end > 2 * LAST_PORTION else 0
-    first, layers, hidden = cache.verified_length, model.layers, None
+    first, layers = cache.verified_length, model.layers
     starts = [0, *range(end - alone, end, chunk)] if alone else [0]
     if first:  # an empty cache takes all tokens layer by layer, so that no KV comes back over the link
         in_place = cache.transfer.link.in_place
@@ -75,8 +73,7 @@ def prefill(
                 progress(before + token_layers, layers * end)
 
         rest = end - stop + behind
-        hidden = _prefill_portion(model, cache, tokens[start:stop], rest, chunk, report, outputs)
-    return hidden
+        _prefill_portion(model, cache, tokens[start:stop], rest, chunk, report, outputs)
 
 
 def _prefill_portion(
@@ -86,8 +83,8 @@ def _prefill_portion(
     behind: int,
     chunk: int,
     report: Callable[[int], None],
-    outputs: bool,
-) -> Tensor | None:
+    outputs: Outputs | None,
+) -> None:
     """Prefills tokens behind those of a cache, layer by layer; see `prefill`.
 
     Args:
@@ -107,8 +104,11 @@ def _prefill_portion(
             for start in range(0, count, chunk):
                 part = slice(start, start + chunk)
                 last = layer == model.layers - 1
-                attention.kv_alone = last and not (outputs or taken.needs_output(start, start + chunk))
+                needed = outputs is not None or taken.needs_output(start, start + chunk)
+                attention.kv_alone = last and not needed
                 hidden[:, part] = model.run_layer(layer, hidden[:, part], positions[part], attention)
+                if last and outputs is not None:
+                    outputs(first + start, hidden[:, part])
                 report(layer * count + min(start + chunk, count))
             if model.kinds.kinds[layer].full:
                 last_queries.append(attention.last_queries)
@@ -118,7 +118,6 @@ def _prefill_portion(
     except BaseException:
         writer.give_up()
         raise
-    return hidden if outputs else None
 
 
 class StatesOfPrompt:

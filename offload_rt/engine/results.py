@@ -1,12 +1,15 @@
-"""Input and output of a generation: sampling parameters, token events and results."""
+"""Output of a generation, token events and results, and the scores of a prompt."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["length", "eos", "stop", "interrupted", "error"]
 Exactness = Literal["bits", "distribution"]
+Alternatives = tuple[tuple[int, float], ...]
+"""The likeliest tokens in a place with their log probabilities, the likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +21,14 @@ class TokenEvent:
         from_draft: a draft proposed the token, and it was accepted.
         logprob: log probability of the token by the model's own logits, before penalties and temperature;
             None where `SamplingParams.logprobs` asks for none.
-        alternatives: the likeliest tokens in its place with their log probabilities, the likeliest first.
+        alternatives: the likeliest tokens in its place.
     """
 
     token: int
     text: str
     from_draft: bool
     logprob: float | None = None
-    alternatives: tuple[tuple[int, float], ...] = ()
+    alternatives: Alternatives = ()
 
 
 @dataclass(frozen=True)
@@ -149,3 +152,38 @@ class GenerationResult:
         for level in values["levels"]:
             del level["rounds"]
         return values
+
+
+@dataclass(frozen=True)
+class PromptScore:
+    """How likely a prompt is: the log probability of each token given those before it.
+
+    They are natural logarithms by the model's own logits. All lists have an entry for every token of the
+    prompt; those of tokens that were not scored, the first one among them, are None or empty.
+
+    Attributes:
+        tokens: token IDs of the prompt.
+        logprobs: log probability of each token.
+        greedy: whether each token is the likeliest one in its place, which greedy decoding chooses.
+        alternatives: the likeliest tokens in the place of each.
+    """
+
+    tokens: list[int]
+    logprobs: list[float | None]
+    greedy: list[bool | None]
+    alternatives: list[Alternatives]
+
+    @property
+    def scored(self) -> int:
+        """Number of tokens that have a log probability."""
+        return len(self.logprobs) - self.logprobs.count(None)
+
+    @property
+    def total(self) -> float:
+        """Sum of the log probabilities: that of the scored tokens together, in nats."""
+        return math.fsum(logprob for logprob in self.logprobs if logprob is not None)
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the mean negative log probability per scored token; NaN where none was scored."""
+        return math.exp(-self.total / self.scored) if self.scored else math.nan

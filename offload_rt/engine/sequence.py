@@ -24,7 +24,7 @@ from offload_rt.drafting.resources import SharedResources
 from offload_rt.drafting.verifier import Sampling, Verifier
 from offload_rt.engine.batching import run_alone
 from offload_rt.engine.controller import RoundTimes, SpeculationController
-from offload_rt.engine.prefill import LAST_PORTION, Progress, prefill
+from offload_rt.engine.prefill import LAST_PORTION, Outputs, Progress, prefill
 from offload_rt.engine.prefix import KVPrefix
 from offload_rt.errors import UsageError
 from offload_rt.model.runner import CausalModel
@@ -91,6 +91,7 @@ class TokenSequence:
         self._ended = False
         self._consumed = True  # a continuation has counted `prefill_tokens`
         self._read_from = 0  # the position at which reading the tokens appended last began
+        self._outputs: Outputs | None = None  # takes what the last layer puts out for them
         self._caches: list[BoundedCache | SplitCache] = []
         if prefix is None:
             self._kv = resources.store.new_sequence(*kept_means(plan.config))
@@ -175,12 +176,17 @@ class TokenSequence:
         while self._caches:
             self._caches.pop().release()  # in this order: an interrupt never gives memory to two owners
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """Appends tokens, whose KV `read_piece` computes."""
+    def append(self, tokens: Sequence[int], outputs: Outputs | None = None) -> None:
+        """Appends tokens, whose KV `read_piece` computes.
+
+        Args:
+            outputs: takes the output of the last layer for the tokens that are read, until all are.
+        """
         before = len(self.tokens)
         # The last token is read, too, where others follow it.
         self.full.rewind(min(self.full.verified_length, before if tokens else max(0, before - 1)))
         self.tokens += tokens
+        self._outputs = outputs
         if self._consumed:
             self.prefill_tokens, self.prefill_ms, self._consumed = 0, 0.0, False
         self.prefill_tokens += len(tokens)
@@ -212,11 +218,14 @@ class TokenSequence:
             # Behind others, a piece goes through a layer as one chunk: their KV crosses the link once for it.
             chunk = stop - first if over_link else config.chunk
             tokens = self.tokens[first:stop]
-            prefill(self.target, self.full, tokens, chunk, report, behind=end - stop)
+            prefill(
+                self.target, self.full, tokens, chunk, report, behind=end - stop, outputs=self._outputs
+            )
             if self.target.device.type == "cuda":
                 # What the prefill needed must not stay cached for its stream: others need it from here on.
                 release_cached_memory()
         if stop >= end:
+            self._outputs = None
             self.full.load_resident()
         self.prefill_ms += 1e3 * (clock.now() - started)
         return stop >= end
@@ -239,6 +248,7 @@ class TokenSequence:
         length = min(len(self.tokens), self.full.verified_length + 1)
         self.prefill_tokens -= len(self.tokens) - length
         del self.tokens[length:]
+        self._outputs = None
         self.full.load_resident()
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:

@@ -70,18 +70,48 @@ def test_the_store_holds_transformers_kv(arch: str, link: str, outputs: bool) ->
         kv, hidden = reference(target, tokens)
         made: Link = CpuLink() if link == "cpu" else PacedLink(1e9, latency_s=1e-4)
         with empty_cache(model, made) as cache:
-            found = prefill(model, cache, tokens, chunk, outputs=outputs)
+            taken: list[tuple[int, Tensor]] = []
+
+            def take(position: int, hidden: Tensor, taken: list[tuple[int, Tensor]] = taken) -> None:
+                taken.append((position, hidden.clone()))
+
+            prefill(model, cache, tokens, chunk, outputs=take if outputs else None)
             check_store(cache, kv, length)
             assert cache.last_queries is not None
             assert cache.last_queries.shape[:2] == (model.layers, model.heads)
             assert 1 <= cache.last_queries.shape[2] <= LAST_QUERIES
-            if not outputs:
-                assert found is None
-                continue
-            assert found is not None
-            with torch.inference_mode():
-                normed = target.model.norm(found)
-            torch.testing.assert_close(normed, hidden, rtol=0, atol=TOLERANCE)
+            if outputs:
+                check_outputs(target, taken, hidden, 0)
+
+
+def check_outputs(
+    target: PreTrainedModel, taken: list[tuple[int, Tensor]], expected: Tensor, first: int
+) -> None:
+    """Every token from position `first` on was taken once, in order; `expected` is behind the final norm."""
+    for position, hidden in taken:
+        assert position == first
+        first += hidden.shape[1]
+        with torch.inference_mode():
+            normed = target.model.norm(hidden)
+        torch.testing.assert_close(normed, expected[:, position:first], rtol=0, atol=TOLERANCE)
+    assert first == expected.shape[1]
+
+
+@pytest.mark.parametrize("link", ["cpu", "paced"])
+def test_outputs_behind_earlier_tokens_come_in_order(link: str) -> None:
+    target, tokens = tiny_target("llama-gqa"), byte_ids(200)
+    model, hidden = CausalModel(target, "tiny"), reference(target, tokens)[1]
+    for earlier, chunk in ((1, 64), (37, 16), (130, 2048)):
+        taken: list[tuple[int, Tensor]] = []
+
+        def take(position: int, hidden: Tensor, taken: list[tuple[int, Tensor]] = taken) -> None:
+            taken.append((position, hidden.clone()))
+
+        with empty_cache(model, CpuLink() if link == "cpu" else PacedLink(1e9)) as cache:
+            prefill(model, cache, tokens[:earlier], chunk)
+            prefill(model, cache, tokens[earlier:], chunk, outputs=take)
+        assert max(part.shape[1] for _, part in taken) <= chunk
+        check_outputs(target, taken, hidden, earlier)
 
 
 def test_chunks_begin_at_multiples_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,11 +221,7 @@ def test_progress_reaches_its_end_and_never_goes_back() -> None:
     assert {of for _, of in seen} == {100}
 
 
-def test_outputs_are_of_an_empty_cache_alone() -> None:
+def test_a_prefill_needs_a_token() -> None:
     model = CausalModel(tiny_target("llama"), "tiny")
-    with empty_cache(model, CpuLink()) as cache:
-        with pytest.raises(ValueError, match="at least one token"):
-            prefill(model, cache, [], 16)
-        prefill(model, cache, byte_ids(3), 16)
-        with pytest.raises(ValueError, match="only for an empty cache"):
-            prefill(model, cache, byte_ids(3), 16, outputs=True)
+    with empty_cache(model, CpuLink()) as cache, pytest.raises(ValueError, match="at least one token"):
+        prefill(model, cache, [], 16)

@@ -186,6 +186,31 @@ def test_a_program_changes_no_bit(
         assert torch.equal(kv_of(read, len(plain.tokens) - 1), plain.kv)
 
 
+@settings(derandomize=True, max_examples=12, deadline=None)
+@given(
+    name=st.sampled_from(list(MODELS)),
+    link=st.sampled_from(list(LINKS)),
+    prompt=st.integers(20, 100),
+    chunk=st.sampled_from([1, 7, 32, 2048]),
+    start=st.integers(0, 60),
+    cached=st.integers(1, 100),
+)
+def test_a_score_has_the_bits_of_decoding(
+    name: str, link: str, prompt: int, chunk: int, start: int, cached: int
+) -> None:
+    """Log probabilities of tokens that are read are those of tokens that are decoded, with a prefix too."""
+    text = plainly(name, prompt)
+    with open_llm(name, "plain", {"prefill.chunk": chunk}, link) as llm:
+        score = llm.score(text.tokens, top=1, start=start)
+        scored = max(prompt, start)
+        assert score.logprobs[scored:] == text.logprobs[scored - prompt :]
+        assert all(score.greedy[scored:])
+        assert score.logprobs.count(None) == max(1, start) == score.greedy.count(None)
+        with llm.read(text.tokens[:cached]) as context:
+            behind = context.score(text.tokens[cached:], top=1)
+        assert behind.logprobs[max(cached, prompt) :] == text.logprobs[max(0, cached - prompt) :]
+
+
 WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 1024},
     "qwen2": {"use_sliding_window": True, "sliding_window": 1100, "max_window_layers": 1},
