@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import product
-from typing import TYPE_CHECKING
+import builtins
+import json
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain, product
+from typing import TYPE_CHECKING, Any
 
 from offload_rt.errors import UsageError, briefly, first_line
 
@@ -247,18 +252,112 @@ def overlap(text: str, stop: str) -> int:
 
 
 class TokenTexts:
-    """Texts of single tokens as they are within a text: a tokenizer may drop the first word's space."""
+    r"""Texts of single tokens as they are within a text, and the bytes that they add to it.
+
+    The bytes of tokens joined are the text that `tokenizer.decode` writes of them, except at its beginning:
+    sentencepiece drops the space of a text's first word, so that `▁Hello` is `Hello` there and ` Hello`
+    elsewhere. A token may be a part of a character: its bytes are no text, and its text has U+FFFD for them.
+    `split` returns the texts of a sequence, which join to what is decoded.
+
+    Tokens of byte-level vocabularies and of byte fallback (`<0xE2>`) have their own bytes, special tokens
+    their names, and others what they add to a decoded word.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        letters = [tokenizer.convert_tokens_to_ids(piece) for piece in ("a", "▁a")]
-        ids = [token for token in letters if isinstance(token, int) and token != tokenizer.unk_token_id]
-        self._before = ids[:1]
-        self._start = len(self._decode(self._before))
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {*tokenizer.all_special_ids, *(token for token, added in added if added.special)}
+        self._byte_of = _byte_level_alphabet(tokenizer)
+        self._bytes: dict[int, builtins.bytes] = {}
 
     def __getitem__(self, token: int) -> str:
-        """Returns the text of a token."""
-        return self._decode([*self._before, token])[self._start :]
+        """Returns the text of a token within a text."""
+        return self.bytes(token).decode(errors="replace")
+
+    def bytes(self, token: int) -> builtins.bytes:
+        """Returns the UTF-8 bytes that a token adds within a text; none for an ID that has no token."""
+        if (known := self._bytes.get(token)) is None:
+            known = self._bytes[token] = self._bytes_of(token)
+        return known
+
+    def split(self, tokens: Sequence[int]) -> list[str]:
+        """Splits what `decode` writes of tokens into the text that each adds.
+
+        Special tokens add none. A character of several tokens is the text of the one that completes it.
+        """
+        decoder = getincrementaldecoder("utf-8")("replace")
+        texts, begun = list[str](), False
+        for token in tokens:
+            added = b"" if token in self._special else self.bytes(token)
+            if added and not begun:
+                begun, added = True, self._first(token)
+            texts.append(decoder.decode(added))
+        if texts:
+            texts[-1] += decoder.decode(b"", final=True)
+        return texts
+
+    def names(self, tokens: Iterable[int]) -> list[str]:
+        r"""Returns distinct names of different tokens, such as keys of OpenAI's `top_logprobs`.
+
+        A token is named by its text, or `bytes:\xe2\x80` where that is no whole character. One without a
+        text, or whose name a token before it has, is `token_id:5`: give the likeliest first.
+        """
+        names = dict[str, None]()
+        for token in tokens:
+            name = self._name(token)
+            names[name if name and name not in names else f"token_id:{token}"] = None
+        return list(names)
+
+    def _name(self, token: int) -> str:
+        try:
+            return self.bytes(token).decode()
+        except UnicodeDecodeError:
+            return f"bytes:{str(self.bytes(token))[2:-1]}"
+
+    def _bytes_of(self, token: int) -> builtins.bytes:
+        piece: Any = self._tokenizer.convert_ids_to_tokens(token)  # a str, but bytes in Qwen's first one
+        if piece is None or isinstance(piece, bytes):
+            return piece or b""
+        if token in self._special:
+            return bytes(piece, "utf-8")
+        if self._byte_of:  # an added token may have other characters, and is written as it is then
+            try:
+                return bytes(self._byte_of[character] for character in piece)
+            except KeyError:
+                return bytes(piece, "utf-8")
+        text = self._decode([*self._word, token])[len(self._decode(self._word)) :]
+        if (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)) and text != piece:
+            return bytes([int(byte[1], 16)])
+        return text.encode()
+
+    def _first(self, token: int) -> builtins.bytes:
+        """Returns the bytes that a token adds at the beginning of a text."""
+        within, first = self.bytes(token), self._decode([token]).encode()
+        return first if within.endswith(first) else within
+
+    @cached_property
+    def _word(self) -> list[int]:
+        """A token that is a word: behind it, others are written as they are within a text."""
+        letters: Any = self._tokenizer.convert_tokens_to_ids(["a", "▁a"])
+        for token in chain(letters, range(len(self._tokenizer))):
+            if token not in (None, *self._special) and self._decode([token]).isalnum():
+                return [token]
+        return []
 
     def _decode(self, tokens: list[int]) -> str:
         return decode(self._tokenizer, tokens, special=True)
+
+
+def _byte_level_alphabet(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Returns the byte that each character of a byte-level vocabulary stands for; empty for another kind."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # tokenizers in Python may have the alphabet itself
+        return dict(getattr(tokenizer, "byte_decoder", {}))
+    if backend.decoder is None:
+        return {}
+    state = json.loads(backend.decoder.__getstate__())
+    if {part["type"] for part in state.get("decoders", [state])} != {"ByteLevel"}:
+        return {}
+    return {character: byte for byte, character in bytes_to_unicode().items()}
