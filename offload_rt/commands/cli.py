@@ -23,6 +23,7 @@ from offload_rt.commands import (
     generate,
     models,
     plan,
+    score,
     serve,
     sessions,
 )
@@ -32,7 +33,7 @@ from offload_rt.config.settings import fill_in
 from offload_rt.errors import UsageError
 
 COMMANDS = (
-    *(demo, ask, chat, serve, generate, models, plan, doctor),
+    *(demo, ask, chat, serve, generate, score, models, plan, doctor),
     *(sessions, datastore, config, completion),
 )
 FIRST_STEPS = """\

@@ -167,12 +167,15 @@ class Console:
         draft = f" with {request.draft.name}" if request.draft is not None and drafts else ""
         self._expected = request.config.name
         rates = "" if request.hardware.measured else ", at the rates of a usual desktop"
-        self.say(
-            f"run        {request.target.name}{draft} on {place}: {request.context:,} prompt tokens +"
-            f" {request.new_tokens:,} new; {request.config.name}; expected {predicted.ms_per_token:.1f}"
-            f" ms/token (plain {predicted.plain_ms_per_token:.1f}), first token in"
-            f" {duration(predicted.prefill_ms / 1e3)}{rates}"
-        )
+        prefill = duration(predicted.prefill_ms / 1e3)
+        expected = f"up to {request.context:,} tokens at a time; expected {prefill} each"
+        if request.new_tokens:
+            expected = (
+                f"{request.context:,} prompt tokens + {request.new_tokens:,} new; {request.config.name};"
+                f" expected {predicted.ms_per_token:.1f} ms/token (plain"
+                f" {predicted.plain_ms_per_token:.1f}), first token in {prefill}"
+            )
+        self.say(f"run        {request.target.name}{draft} on {place}: {expected}{rates}")
 
     def summary(self, result: GenerationResult) -> None:
         """Prints the statistics of a generation: times, rounds, memory, notices."""

@@ -34,6 +34,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     draft = "small draft model with the target's tokenizer; auto: of the local models and none, the fastest"
     draft += f" by the plan (default: {SETTING}, or none, but the demo's own for the demo)"
     add("--draft", default=SettingDefault("draft"), metavar="FOLDER|ID|auto|none", help=draft)
+    add_computing(add)
+
+
+def add_computing(add: Add) -> None:
+    """Adds the flags that say where and in which numbers the target computes."""
     device = "where models run; cuda:0,cuda:1: KV is stored on both"
     device += f" (default: {SETTING}, or auto: the GPU if there is one)"
     names = "auto|cpu|cuda|cuda:N,…"

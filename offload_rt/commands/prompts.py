@@ -11,15 +11,20 @@ import reprlib
 import sys
 from collections.abc import Callable
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from offload_rt.commands.console import Console
 from offload_rt.errors import UsageError, first_line
 from offload_rt.text.documents import decode, read_bytes, read_document
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 BUILT_IN = "Moby-Dick, chapters 1 to 48"
 BUILT_IN_TOKENS = 32768
 """Tokens of the built-in prompt that are kept without --max-prompt-tokens."""
 TOKENS = "--prompt-tokens"
+IDS = "token IDs, separated by spaces or commas, or a JSON list"
 UNITS = {"k": 2**10, "m": 2**20}
 DECIMAL_UNITS = {"k": 1000, "m": 1000**2}
 """Tokens per unit of a token count, by its letter."""
@@ -29,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `read` and `tokens` look at."""
     title = f"prompt (default: {BUILT_IN}; several are joined in order)"
     add = parser.add_argument_group(title).add_argument
-    ids = "token IDs, separated by spaces or commas, or a JSON list; the output is token IDs too"
+    ids = f"{IDS}; the output is token IDs too"
     for flag, metavar, meaning in (
         ("--prompt", "TEXT", "the text itself"),
         ("--prompt-file", "FILE", "a document, such as a book: txt, md, html, pdf or epub"),
@@ -111,8 +116,13 @@ def _read_one(flag: str, value: str, encoding: str | None, console: Console) -> 
         return decode(flag, os.fsencode(value))
     if flag == "-":
         return stdin_text(encoding, lambda fault: console.notice(f"stdin: {fault}"))
-    source = f"token file {value}"
-    return _token_ids(source, decode(source, read_bytes(source, value)))
+    return token_file(value)
+
+
+def token_file(path: str) -> list[int]:
+    """Returns the token IDs in a file. Raises UsageError where it has none, or something else."""
+    source = f"token file {path}"
+    return _token_ids(source, decode(source, read_bytes(source, path)))
 
 
 def stdin_text(encoding: str | None = None, on_notice: Callable[[str], None] | None = None) -> str:
@@ -162,27 +172,48 @@ def tokens(prompt: str | list[int], arguments: argparse.Namespace, console: Cons
     """
     from offload_rt.model.embedded import model_source
     from offload_rt.model.loading import load_tokenizer
-    from offload_rt.text.tokenize import encode, keep_last
 
     tokenizer = load_tokenizer(model_source(arguments.model))
     limit: int | None = arguments.max_prompt_tokens
     built_in = not (arguments.prompts or arguments.stdin)
     if limit is None and built_in:
         limit = BUILT_IN_TOKENS
-    if isinstance(prompt, list):
-        tokens = prompt
-    elif tokenizer is None:
-        raise UsageError(
-            f"model {arguments.model} has no tokenizer and cannot read a text; give token IDs with"
-            f" {TOKENS} FILE"
-        )
-    else:
-        console.working("encode", f"{len(prompt):,} characters")
-        tokens = encode(tokenizer, prompt)
-        console.clear()
-    if limit is not None and len(tokens) > limit:
-        source = f" of {BUILT_IN}" if built_in else ""
-        console.notice(f"prompt: kept the last {limit:,} of {len(tokens):,} tokens{source}")
-        tokens = keep_last(tokens, limit, tokenizer)
+    tokens = encoded(prompt, tokenizer, arguments.model, console)
+    tokens = kept(tokens, limit, tokenizer, console, "prompt", f" of {BUILT_IN}" if built_in else "")
     console.tokens["prefill"] = len(tokens)
     return tokens
+
+
+def encoded(
+    prompt: str | list[int], tokenizer: PreTrainedTokenizerBase | None, model: str, console: Console
+) -> list[int]:
+    """Returns a prompt as token IDs. Raises UsageError for a text where `model` has no tokenizer."""
+    from offload_rt.text.tokenize import encode
+
+    if isinstance(prompt, list):
+        return prompt
+    if tokenizer is None:
+        raise UsageError(
+            f"model {model} has no tokenizer and cannot read a text; give token IDs with {TOKENS} FILE"
+        )
+    console.working("encode", f"{len(prompt):,} characters")
+    tokens = encode(tokenizer, prompt)
+    console.clear()
+    return tokens
+
+
+def kept(
+    tokens: list[int],
+    limit: int | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    console: Console,
+    name: str,
+    source: str = "",
+) -> list[int]:
+    """Returns the last tokens up to a limit; a notice that begins with `name` says so."""
+    from offload_rt.text.tokenize import keep_last
+
+    if limit is None or len(tokens) <= limit:
+        return tokens
+    console.notice(f"{name}: kept the last {limit:,} of {len(tokens):,} tokens{source}")
+    return keep_last(tokens, limit, tokenizer)

@@ -224,8 +224,9 @@ def check_positions(model: ModelShape | CausalModel, prompt_tokens: int, new_tok
     fitting = [f"{limit - new_tokens} prompt tokens"] if new_tokens < limit else []
     if prompt_tokens < limit:
         fitting.append(f"{limit - prompt_tokens} new tokens")
+    new = f" and {new_tokens} new ones" if new_tokens else ""
     raise ContextTooLong(
-        f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of "
+        f"{prompt_tokens} prompt tokens{new} are more than the {limit} positions of "
         f"{model.name}: use at most {' or '.join(fitting) or f'{limit} together'}"
         + yarn_hint(model, prompt_tokens + new_tokens)
     )

@@ -74,14 +74,20 @@ def _added_beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return around[: next((size for size in sizes if around[size : size + len(alone)] == alone), 0)]
 
 
+def beginning_tokens(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Returns with how many beginning-of-text tokens a prompt begins."""
+    beginning = [] if tokenizer is None else _added_beginning(tokenizer)
+    if not beginning and tokenizer is not None and tokenizer.bos_token_id is not None:
+        beginning = [tokenizer.bos_token_id]
+    return len(beginning) if [*tokens[: len(beginning)]] == beginning else 0
+
+
 def keep_last(tokens: list[int], last: int, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """Returns the last tokens of a prompt, `last` of them, with its beginning-of-text tokens in front."""
     if len(tokens) <= last:
         return tokens
-    beginning = [] if tokenizer is None else _added_beginning(tokenizer)
-    if not beginning and tokenizer is not None and tokenizer.bos_token_id is not None:
-        beginning = [tokenizer.bos_token_id]
-    first_tokens = len(beginning) if len(beginning) < last and tokens[: len(beginning)] == beginning else 0
+    first_tokens = beginning_tokens(tokens, tokenizer)
+    first_tokens = first_tokens if first_tokens < last else 0
     return [*tokens[:first_tokens], *tokens[len(tokens) - last + first_tokens :]]
 
 

@@ -746,7 +746,9 @@ SWITCHES = (
 """Flags without a default; a plan needs its context."""
 
 
-@pytest.mark.parametrize("command", ["generate", "ask", "chat", "serve", "demo", "models", "plan", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["generate", "score", "ask", "chat", "serve", "demo", "models", "plan", "doctor"]
+)
 def test_help_says_what_every_flag_does_and_its_default(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
