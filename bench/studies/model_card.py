@@ -90,7 +90,9 @@ def of_change(change: Tensor | None) -> Row:
 def token_losses(sequence: TokenSequence, tokens: Sequence[int]) -> Tensor:
     """Reads `tokens`; returns the loss in nats of all but the first: `[tokens - 1]`, float64, CPU."""
     scorer = PromptScorer(sequence.target, tokens)
-    sequence.prefill(tokens, outputs=scorer.take)
+    sequence.append(tokens, scorer.take)
+    while not sequence.read_piece():
+        pass
     return -torch.tensor(scorer.score().logprobs[1:], dtype=torch.float64)
 
 

@@ -218,9 +218,7 @@ class TokenSequence:
             # Behind others, a piece goes through a layer as one chunk: their KV crosses the link once for it.
             chunk = stop - first if over_link else config.chunk
             tokens = self.tokens[first:stop]
-            prefill(
-                self.target, self.full, tokens, chunk, report, behind=end - stop, outputs=self._outputs
-            )
+            prefill(self.target, self.full, tokens, chunk, report, behind=end - stop, outputs=self._outputs)
             if self.target.device.type == "cuda":
                 # What the prefill needed must not stay cached for its stream: others need it from here on.
                 release_cached_memory()

@@ -192,15 +192,16 @@ def test_a_program_changes_no_bit(
     link=st.sampled_from(list(LINKS)),
     prompt=st.integers(20, 100),
     chunk=st.sampled_from([1, 7, 32, 2048]),
+    piece=st.sampled_from([0, 30, 64]),
     start=st.integers(0, 60),
     cached=st.integers(1, 100),
 )
 def test_a_score_has_the_bits_of_decoding(
-    name: str, link: str, prompt: int, chunk: int, start: int, cached: int
+    name: str, link: str, prompt: int, chunk: int, piece: int, start: int, cached: int
 ) -> None:
     """Log probabilities of tokens that are read are those of tokens that are decoded, with a prefix too."""
     text = plainly(name, prompt)
-    with open_llm(name, "plain", {"prefill.chunk": chunk}, link) as llm:
+    with open_llm(name, "plain", {"prefill.chunk": chunk, "prefill.piece": piece}, link) as llm:
         score = llm.score(text.tokens, top=1, start=start)
         scored = max(prompt, start)
         assert score.logprobs[scored:] == text.logprobs[scored - prompt :]
