@@ -152,7 +152,7 @@ class LLM(Frontend):
 
         Args:
             top: number of likeliest tokens that are reported in the place of each, 0 to 20.
-            start: position of the first token to score: a context's tokens before it are only read.
+            start: position of the first token to score; those before it are only read.
 
         Raises:
             UsageError: the prompt does not fit, or `top` or `start` is out of range.

@@ -216,7 +216,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.top and arguments.json is None:
         raise UsageError(f"--top {arguments.top}: the likeliest tokens are written to --json FILE; name it")
     contents = list[tuple[str, str | list[int]]]()
-    contents += [(name, _read(name, arguments.encoding, console)) for name in arguments.files]
+    for name in arguments.files:
+        contents.append(("stdin" if name == "-" else name, _read(name, arguments.encoding, console)))
     contents += [(name, prompts.token_file(name)) for name in arguments.token_files]
     check_early(arguments)
     from offload_rt.model.embedded import model_source

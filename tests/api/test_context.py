@@ -374,7 +374,7 @@ def test_what_cannot_be_asked_of_a_context(make: Make) -> None:
         (lambda: context.generate((), NEXT, "retrieval", {"a.b": 1}), "unknown key a.b"),
         (lambda: context.generate((), SamplingParams(max_tokens=9000)), "positions of LlamaForCausalLM"),
         (lambda: context.append([1] * 9000), "positions of LlamaForCausalLM"),
-        (lambda: context.update([1] * 9000), "9000 prompt tokens and 0 new ones are more than"),
+        (lambda: context.update([1] * 9000), "9000 prompt tokens are more than"),
         (lambda: context.update([]), "the prompt is empty"),
         (lambda: llm.read(TEXT, 1.5), "room must be an integer, got 1.5"),  # type: ignore[arg-type]
         (lambda: llm.read([]), "the prompt is empty"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -141,6 +142,15 @@ def test_token_ids_need_no_tokenizer(folder: Path, capsys: pytest.CaptureFixture
     assert values["texts"] is values["bits_per_byte"] is values["bytes"] is None and "byte" not in line
     tokens = list(TEXTS["first.txt"].encode())
     assert values["logprob"] == pytest.approx(-sum(losses(MODEL, tokens)), rel=1e-3)
+
+
+def test_stdin_is_a_text(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TEXTS["first.txt"].encode())))
+    (line,), report = score(folder, capsys, "-")
+    assert line.startswith("stdin: perplexity ")
+    assert report["texts"][0]["token_ids"] == list(TEXTS["first.txt"].encode())
 
 
 def test_an_interrupt_keeps_the_texts_that_were_scored(
