@@ -9,12 +9,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from offload_rt.errors import UsageError
-from offload_rt.text.documents.decoding import KINDS, decode, decode_markup, read_bytes
+from offload_rt.text.documents.decoding import KINDS, check_encoding, decode, decode_markup, read_bytes
 from offload_rt.text.documents.epub import epub_text
 from offload_rt.text.documents.html_text import ENDINGS, html_text
 from offload_rt.text.documents.pdf import pdf_text
 
-__all__ = ["decode", "document_text", "documents", "html_text", "read_bytes", "read_document"]
+__all__ = [
+    "check_encoding",
+    "decode",
+    "document_text",
+    "documents",
+    "html_text",
+    "read_bytes",
+    "read_document",
+]
 
 
 def documents(
@@ -58,15 +66,17 @@ def document_text(
         source: names the document in messages.
 
     Raises:
-        UsageError: it is broken or encrypted, or has no text.
+        UsageError: it is broken or encrypted, or has no text, or the encoding is unknown.
     """
+    if encoding is not None:  # also where the kind of document does not need it
+        check_encoding(encoding)
     source, ending = source or f"file {name}", Path(name.lower()).suffix
 
     def tell(fault: str) -> None:
         on_notice(f"{source}: {fault}")
 
     def tell_encoding(fault: str) -> None:
-        tell(f"{fault}; --encoding NAME names another")
+        tell(f"{fault}; name its encoding if that is wrong")
 
     if data.startswith(b"%PDF-") or ending == ".pdf":
         text = pdf_text(source, data, tell)

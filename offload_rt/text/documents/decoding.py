@@ -20,6 +20,8 @@ BOMS = (
 TEXT_PER_FAULT, MARKUP_PER_FAULT = 1000, 100
 """Characters of a document for each one that cannot be read; with fewer, it is in another encoding."""
 
+_QUADRATIC = ("idna", "punycode")
+"""Encodings of domain names, which take quadratic time to decode."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Halves of characters, which some codecs write."""
@@ -32,6 +34,22 @@ def read_bytes(source: str, path: str | Path, remedy: str = f"give {KINDS}") -> 
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{source}: cannot be read ({reason}); {remedy}") from None
+
+
+def check_encoding(name: str) -> None:
+    """Raises UsageError, which names the encoding, where Python knows no such encoding of text.
+
+    Those in which nobody writes texts are refused if decoding takes quadratic time.
+    """
+    try:
+        b"a".decode(name)
+        known = codecs.lookup(name).name not in _QUADRATIC
+    except UnicodeDecodeError:  # UTF-16, say: "a" is half a character
+        known = True
+    except (LookupError, ValueError):  # ValueError: the name holds a zero, say
+        known = False
+    if not known:
+        raise UsageError(f"encoding {name!r} is unknown; name one of Python's, such as cp1252 or utf-16-le")
 
 
 def decode(
@@ -50,13 +68,15 @@ def decode(
         per_fault: characters for each one that may be replaced.
 
     Raises:
-        UsageError: there are no bytes, or they are not text of that encoding.
+        UsageError: there are no bytes, they are not text of that encoding, or it is unknown.
     """
     if not data:
         raise UsageError(f"{source}: is empty; give at least one character")
+    if encoding is not None:
+        check_encoding(encoding)
     name = encoding or _marked(data) or "utf-8"
     shown = "UTF-8" if name.startswith("utf-8") else name
-    remedy = "name its encoding: --encoding cp1252, say"
+    remedy = "name its encoding, such as cp1252"
     wrong, replaced = "", 0
     try:
         text = data.decode(name)
@@ -64,13 +84,13 @@ def decode(
         wrong = f"not {shown} (byte {error.start} is 0x{data[error.start]:02x})"
         text = data.decode(name, "replace")
         replaced = text.count(_REPLACEMENT)
-    except (LookupError, ValueError):  # ValueError: UTF-16 without a byte order mark, say
+    except ValueError:  # UTF-16 without a byte order mark, say
         raise UsageError(f"{source}: cannot be read as {name}; {remedy}") from None
     text, halves = _SURROGATE.subn(_REPLACEMENT, text)
     zeros = text.count("\0")
     if zeros:  # compressed files and pictures have some, too
         wrong = f"byte {data.index(0)} is zero, so it is not a text in {shown}"
-        remedy = f"give {KINDS}, or name its encoding: --encoding utf-16-le"
+        remedy = f"give {KINDS}, or name its encoding, such as utf-16-le"
     elif halves and not wrong:
         wrong = f"not {shown} (it holds halves of characters)"
     replaced += halves + zeros
@@ -107,8 +127,8 @@ _ON_THE_WEB = {
     "tis-620": "cp874",
 }
 """Larger encodings that names stand for on the web."""
-_OF_NO_PAGE = ("idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-7")
-"""Encodings of Python in which nobody writes pages; two of them take quadratic time."""
+_OF_NO_PAGE = (*_QUADRATIC, "raw-unicode-escape", "unicode-escape", "utf-7")
+"""Encodings of Python in which nobody writes pages."""
 
 
 def decode_markup(
