@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib import resources
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -19,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
 
 from offload_rt.api.llm import LLM
 from offload_rt.errors import UsageError, first_line
@@ -31,6 +30,7 @@ from offload_rt.server.answers import Answer
 from offload_rt.server.errors import ApiError, error_response
 from offload_rt.server.limits import Limits
 from offload_rt.server.metrics import Metrics
+from offload_rt.server.page_files import PageFiles
 from offload_rt.server.replies import ChatReply, CompletionReply, Completions, Reply, new_id
 from offload_rt.server.schema import (
     ChatRequest,
@@ -42,7 +42,7 @@ from offload_rt.server.schema import (
     supported,
 )
 from offload_rt.server.worker import Closing, Event, Job, Worker
-from offload_rt.text.documents import document_text
+from offload_rt.text.documents import check_encoding, document_text
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -114,8 +114,13 @@ class Service:
             data = base64.b64decode(body.data, validate=True)
         except (binascii.Error, ValueError):
             raise ApiError(400, "data is not base64", "invalid_value", "data") from None
+        if body.encoding is not None:
+            try:
+                check_encoding(body.encoding)
+            except UsageError as error:
+                raise ApiError(400, str(error), "invalid_value", "encoding") from None
         notices = list[str]()
-        text = await asyncio.to_thread(document_text, body.name, data, notices.append)
+        text = await asyncio.to_thread(document_text, body.name, data, notices.append, body.encoding)
         return JSONResponse({"text": text, "notices": notices})
 
     async def health(self, request: Request) -> Response:
@@ -132,9 +137,6 @@ class Service:
             "kv_bytes": ("Bytes of KV in memory.", store.used_bytes),
         }
         return PlainTextResponse(self._metrics.text(gauges), media_type="text/plain; version=0.0.4")
-
-    async def page(self, request: Request) -> Response:
-        return HTMLResponse((resources.files("offload_rt.server") / "page.html").read_text("utf-8"))
 
     # What they share:
 
@@ -288,7 +290,8 @@ def create_app(
     origins, methods = list(cors_origins), ["GET", "POST"]
     # OpenAI's client sends headers of its own.
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
-    routes = [
+    page_files = PageFiles()
+    routes: list[Route | Mount] = [
         route("/v1/chat/completions", service.chat, "POST"),
         route("/v1/completions", service.complete, "POST"),
         route("/v1/models", service.models, "GET"),
@@ -297,7 +300,8 @@ def create_app(
         route("/document", service.document, "POST"),
         route("/health", service.health, "GET"),
         route("/metrics", service.metrics, "GET"),
-        route("/", service.page, "GET"),
+        route("/", page_files.page, "GET"),
+        Mount("/page", page_files),
     ]
     return Starlette(
         routes=routes,

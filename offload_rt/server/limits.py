@@ -20,8 +20,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """What a client may name its request, to find it again in the answer."""
 BODY_TIMEOUT_S = 60.0
-PUBLIC = ("/", "/health")
-"""Paths that take no key: neither tells anything of a user."""
+PUBLIC = re.compile("/|/health|/page/.*")
+"""Paths that take no key: none tells anything of a user."""
 
 
 class Limits:
@@ -113,7 +113,7 @@ class Limits:
             )
         bearer = re.sub("^Bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE)
         key = bearer or headers.get("x-api-key", "")
-        open_to_all = scope["path"] in PUBLIC or scope["method"] == "OPTIONS"
+        open_to_all = PUBLIC.fullmatch(scope["path"]) or scope["method"] == "OPTIONS"
         if self._api_key and not open_to_all and not _equal(key, self._api_key):
             return (
                 401,

@@ -207,6 +207,7 @@ class DocumentRequest(BaseModel):
 
     name: StrictStr
     data: StrictStr  # base64
+    encoding: StrictStr | None = Field(None, max_length=64)  # Python remembers every unknown name
 
 
 def supported(body: Mapping[str, Any]) -> dict[str, Any]:
