@@ -445,13 +445,18 @@ def test_what_came_before_an_end_stays_and_what_did_not_is_typed_again(page: Pag
     assert question() == "Who?\ntyped meanwhile" and "book.txt" in page.text("#files")
     page.click("#send")
     page.wait(lambda: len(page.sent) == 3)
+    page.click("#new")  # while it waits
+    page.wait(lambda: page.all("#send")[0].is_displayed())
+    assert question() == "" and page.text("#files").count("book.txt") == 1
+    page.begin("Who?")
+    page.wait(lambda: len(page.sent) == 4)
     page.say(content="Ishm")
     page.wait(lambda: page.text(".answer") == "Ishm")
     page.click("#stop")
     page.wait(lambda: "Stopped." in page.text(".stats"))
     page.begin("Go on")
-    page.wait(lambda: len(page.sent) == 4)
-    assert [one["content"] for one in page.sent[3]][1:] == ["Ishm", "Go on"]
+    page.wait(lambda: len(page.sent) == 5)
+    assert [one["content"] for one in page.sent[4]][1:] == ["Ishm", "Go on"]
     page.say(content="ael")
     page.end(None)  # without a finish reason: the connection broke
     assert "connection to the server was lost" in page.text("#problem") and "Broken off." in page.text(

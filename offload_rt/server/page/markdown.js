@@ -43,7 +43,6 @@ export class MarkdownView {
   #element;
   #tail = document.createElement("div");
   #settled = 0;  // characters of the source whose blocks are rendered for good
-  #references = {};
   #scheduled = false;
   #renderMs = 0;
 
@@ -61,36 +60,31 @@ export class MarkdownView {
     setTimeout(() => requestAnimationFrame(() => this.#scheduled && this.#render()), 4 * this.#renderMs);
   }
 
-  /** Renders what has been appended, with references that are defined after their use. */
+  /** Renders what has been appended; links whose references other blocks define become links only now. */
   finish() {
     this.#render();
-    const whole = {};
-    const html = markdown.render(this.source, whole);
-    if (!Object.keys(whole.references ?? {}).length) return;
-    this.#element.innerHTML = html;
+    const env = {};
+    const html = markdown.render(this.source, env);
+    if (Object.keys(env.references ?? {}).length) this.#element.innerHTML = html;
   }
 
   #render() {
     this.#scheduled = false;
     const began = performance.now();
     const complete = this.source.slice(this.#settled, this.source.lastIndexOf("\n") + 1);
-    const end = lastBlock(complete, this.#env());
+    const end = lastBlock(complete);
     if (end) {
-      const env = this.#env();
-      this.#tail.insertAdjacentHTML("beforebegin", markdown.render(complete.slice(0, end), env));
-      this.#references = env.references ?? {};
+      this.#tail.insertAdjacentHTML("beforebegin", markdown.render(complete.slice(0, end)));
       this.#settled += end;
     }
-    this.#tail.innerHTML = markdown.render(this.source.slice(this.#settled), this.#env());
+    this.#tail.innerHTML = markdown.render(this.source.slice(this.#settled));
     this.#renderMs = performance.now() - began;
   }
-
-  #env() { return {references: {...this.#references}}; }
 }
 
 /** Returns where the last block of complete lines of Markdown begins, in characters. */
-function lastBlock(text, env) {
-  const blocks = markdown.parse(text, env).filter(token => token.level === 0 && token.nesting >= 0 && token.map);
+function lastBlock(text) {
+  const blocks = markdown.parse(text, {}).filter(token => token.level === 0 && token.nesting >= 0 && token.map);
   const line = blocks.at(-1)?.map[0] ?? 0;
   const breaks = /\r\n?|\n/g;
   for (let at = 0; at < line; at += 1) breaks.exec(text);
