@@ -421,6 +421,21 @@ def test_progress_of_a_request_is_told_in_words(page: Page) -> None:
 
 
 @in_chromium
+def test_the_place_in_the_queue_is_shown_until_the_turn_comes(
+    chrome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(layers=1, parallel=1) as served:
+        with steps_held_after(monkeypatch, 1), served.client() as client:
+            client.completions.create(model="tiny", prompt="Call me", stream=True)
+            served.wait_until(lambda: served.worker.running == 1)
+            page = Page(chrome, served.address)
+            page.begin("Who?")
+            page.wait(lambda: page.shows("#status", "Waiting: you are next."))
+        page.wait(lambda: page.shows(".turn .stats", "tokens/s"))
+    assert not page.shows("#status", "Waiting")
+
+
+@in_chromium
 def test_what_came_before_an_end_stays_and_what_did_not_is_typed_again(page: Page, tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("Call me Ishmael.")
 
