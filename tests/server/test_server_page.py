@@ -42,7 +42,7 @@ def test_the_page_and_its_files_come_without_a_key_and_under_its_policy() -> Non
         assert {Path(path).suffix for path in named} == {".css", ".js", ".svg"}
         files = {f"/page/{file.name}" for file in page_files.FOLDER.iterdir()}
         assert files > set(named)
-        for path in sorted(files):
+        for path in ("/", *sorted(files)):
             status, text, headers = served.call(path)
             assert (status, bool(text)) == (200, True), path
             assert headers["content-security-policy"] == page_files.POLICY
