@@ -22,9 +22,9 @@ from offload_rt.planning.sequence_planner import SequencePlan
 from offload_rt.sampling.params import SamplingParams, integer
 from offload_rt.system import clock
 from offload_rt.text.chat import checked_messages, is_messages, with_question
-from offload_rt.text.chat_forms import Message
 from offload_rt.text.thoughts import ThoughtSplitter
 from offload_rt.text.tokenize import common_beginning
+from offload_rt.text.tool_messages import Message
 
 ROOM = 2048
 """New tokens that a context is planned for where nothing else is said."""

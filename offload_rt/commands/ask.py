@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from offload_rt.api.llm import LLM
     from offload_rt.sampling.params import SamplingParams
     from offload_rt.text.chat import ChatTemplate
-    from offload_rt.text.chat_forms import Message
+    from offload_rt.text.tool_messages import Message
 
 ANSWER_TOKENS = 1024
 """Most tokens of an answer where nothing is said."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from offload_rt.commands.console import Console
     from offload_rt.engine.results import GenerationResult
     from offload_rt.sampling.params import SamplingParams
-    from offload_rt.text.chat_forms import Message
+    from offload_rt.text.tool_messages import Message
 
 QUESTIONS = 4
 """Questions with answers of full length that a chat is planned for; it may grow beyond, as memory allows."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from offload_rt.api.llm import LLM
     from offload_rt.api.session_files import SessionFiles
     from offload_rt.api.sessions import SessionFolder
-    from offload_rt.text.chat_forms import Message
+    from offload_rt.text.tool_messages import Message
 
 DEFAULT_FOLDER = "the folder sessions in the user's cache folder"
 

@@ -11,8 +11,7 @@ from string import ascii_letters
 from typing import Any
 
 from offload_rt.text.thoughts import THINK
-
-Message = dict[str, str]
+from offload_rt.text.tool_messages import Message, call_forms
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,19 @@ class Rendering:
     """
 
     text: str
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[Message]
     missing: list[int]
     notice: str | None
 
 
-def forms(messages: list[Message]) -> Iterator[tuple[Sequence[Mapping[str, Any]], str | None]]:
+def forms(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], str | None]]:
     """Yields forms of messages that templates take: contents as strings, as lists of parts, without a system
-    message; each with a notice."""
+    message, and calls of tools as `call_forms` yields them; each with a notice."""
+    for form in call_forms(messages):
+        yield from _content_forms(form)
+
+
+def _content_forms(messages: list[Message]) -> Iterator[tuple[Sequence[Message], str | None]]:
     yield messages, None
     yield _in_parts(messages), None
     if folded := _folded(messages):
@@ -41,7 +45,7 @@ def forms(messages: list[Message]) -> Iterator[tuple[Sequence[Mapping[str, Any]]
         yield _in_parts(folded), notice
 
 
-def _in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _in_parts(messages: Sequence[Message]) -> list[Message]:
     return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
@@ -58,16 +62,15 @@ def _folded(messages: Sequence[Message]) -> list[Message]:
 
 @dataclass(frozen=True)
 class _Mark:
-    """Characters around a content, and the least number of characters between them that are not blank."""
+    """Characters around a content or the name of a tool that is called, and the least number of characters
+    between them that are not blank."""
 
     start: str
     end: str
     least: int
 
 
-def marked_contents(
-    messages: Sequence[Mapping[str, Any]],
-) -> tuple[Sequence[Mapping[str, Any]], dict[int, _Mark]]:
+def marked_contents(messages: Sequence[Message]) -> tuple[list[Message], dict[int, list[_Mark]]]:
     """Returns messages with marks around what is to be in the rendering, and the marks by message.
 
     Blank ends of contents, which templates trim, and thoughts, which they drop, stay outside.
@@ -76,23 +79,54 @@ def marked_contents(
     texts = [form if isinstance(form, str) else form[0]["text"] for form in contents]
     characters = set(re.findall("[\U000f0000-\U0010fffd]", "".join(texts)))
     unused = (chr(code) for code in range(0xF0000, 0x10FFFE) if chr(code) not in characters)
-    marked, marks = list[Mapping[str, Any]](), dict[int, _Mark]()
+    marked, marks = list[Message](), dict[int, list[_Mark]]()
+
+    def mark(text: str, least: int) -> tuple[str, _Mark]:
+        around = _Mark(next(unused), next(unused), least)
+        return f"{around.start}{text}{around.end}", around
+
     for number, (message, text) in enumerate(zip(messages, texts, strict=True)):
+        found = list[_Mark]()
         before, closed, spoken = (
             text.rpartition(THINK.closing_mark) if message["role"] == "assistant" else ("", "", text)
         )
         if core := spoken.strip():
             # What a system message says may be a switch that the template takes out (/no_think).
-            least = 0 if message["role"] == "system" else _visible(core)
-            marks[number] = mark = _Mark(next(unused), next(unused), least)
+            shown, around = mark(core, 0 if message["role"] == "system" else _visible(core))
+            found.append(around)
             before_core, right = spoken[: spoken.index(core)], spoken[spoken.index(core) + len(core) :]
-            text = f"{before}{closed}{before_core}{mark.start}{core}{mark.end}{right}"
+            text = f"{before}{closed}{before_core}{shown}{right}"
         content = text if isinstance(message["content"], str) else [{"type": "text", "text": text}]
-        marked.append({**message, "content": content})
+        message = message | {"content": content}
+        if "tool_calls" in message:
+            calls = []
+            for call in message["tool_calls"]:
+                name, around = mark(call["function"]["name"], 1)
+                found.append(around)
+                calls.append(call | {"function": call["function"] | {"name": name}})
+            message["tool_calls"] = calls
+        marks[number] = found
+        marked.append(message)
     return marked, marks
 
 
-def holds(rendered: str, mark: _Mark) -> bool:
+def missing(rendered: str, messages: Sequence[Message], marks: Mapping[int, Sequence[_Mark]]) -> list[int]:
+    """Returns the indices of the messages that are not in a rendering of marked ones."""
+    return [
+        number
+        for number, around in marks.items()
+        if not all(_holds(rendered, mark) for mark in around)
+        or any(_as_python(call, rendered) for call in messages[number].get("tool_calls", ()))
+    ]
+
+
+def _as_python(call: Mapping[str, Any], rendered: str) -> bool:
+    """Returns whether a template writes arguments as Python writes a dict, as it expects their text."""
+    arguments = call["function"]["arguments"]
+    return isinstance(arguments, dict) and bool(arguments) and str(arguments) in rendered
+
+
+def _holds(rendered: str, mark: _Mark) -> bool:
     """Returns whether a rendering has a whole content; a template may show a part of it elsewhere, too."""
     for quote in "'\"":  # a list of parts that the template writes as Python writes it
         rendered = rendered.replace(f"'text': {quote}{mark.start}", "")

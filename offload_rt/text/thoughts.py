@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from offload_rt.text.tokenize import overlap
+from offload_rt.text.tokenize import mark_token, mark_tokens, overlap
 
 BLANK = " \t\r\n"
 LAST_TOKENS = 32
@@ -91,17 +92,12 @@ class ThoughtMarks:
             written = [form for form in FORMATS if any(mark in template for mark in form.telling)]
             formats = (form for form in FORMATS if all(self.token(mark) is not None for mark in form.telling))
             self.format = (written or [*formats, THINK])[0]
-            for mark in self.format.marks:  # a mark may be a special token and a word
-                for token in self.encoded(mark):
-                    text = str(tokenizer.decode([token]))
-                    if text in mark and not tokenizer.decode([token], skip_special_tokens=True):
-                        self.special[token] = text
+            self.special = special_texts(tokenizer, self.format.marks)
 
     def token(self, mark: str) -> int | None:
         """Returns the token that a mark is; None: it is several, or none."""
         assert self._tokenizer is not None
-        token = self._tokenizer.convert_tokens_to_ids(mark)
-        return token if isinstance(token, int) and token != self._tokenizer.unk_token_id else None
+        return mark_token(self._tokenizer, mark)
 
     def ends_with(self, prompt: Sequence[int], mark: str) -> bool:
         """Returns whether a prompt ends with a mark, but for white space."""
@@ -112,9 +108,27 @@ class ThoughtMarks:
     def encoded(self, marks: str) -> list[int]:
         """Returns the tokens of marks in a row."""
         assert self._tokenizer is not None
-        if (token := self.token(marks)) is not None:
-            return [token]  # a tokenizer may put a blank before the first word
-        return list(self._tokenizer(marks, add_special_tokens=False)["input_ids"])
+        return mark_tokens(self._tokenizer, marks)
+
+    def opened(self, prompt: Sequence[int]) -> bool:
+        """Returns whether a prompt ends within thoughts: no control token follows their opening mark."""
+        form = self.format
+        if self._tokenizer is None or self.ends_with(prompt, form.opening_mark):
+            return self._tokenizer is not None
+        opening, size = self.encoded(form.opening_mark), len(self.encoded(form.opening_mark))
+        for at in range(len(prompt) - 1, -1, -1):
+            if prompt[at] in self._control:
+                starts = (at, at - size + 1)
+                return any(start >= 0 and list(prompt[start : start + size]) == opening for start in starts)
+        return False
+
+    @cached_property
+    def _control(self) -> set[int]:
+        """The special tokens, and marks that are tokens."""
+        assert self._tokenizer is not None
+        added = self._tokenizer.added_tokens_decoder.items()
+        marks = {token for mark in self.format.marks if (token := self.token(mark)) is not None}
+        return {token for token, entry in added if entry.special} | marks
 
     def come_first(self, prompt: Sequence[int]) -> bool:
         """Returns whether thoughts must come first after a prompt, and then end with a token of their own."""
@@ -125,7 +139,18 @@ class ThoughtMarks:
 
     def splitter(self, prompt: Sequence[int]) -> ThoughtSplitter:
         """Returns the splitter of the text behind a prompt, which may have opened thoughts."""
-        return ThoughtSplitter(self.ends_with(prompt, self.format.opening_mark), self.format)
+        return ThoughtSplitter(self.opened(prompt), self.format)
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase, marks: Iterable[str]) -> dict[int, str]:
+    """Returns the texts of the special tokens in marks; a mark may be a special token and a word."""
+    special = dict[int, str]()
+    for mark in marks:
+        for token in mark_tokens(tokenizer, mark):
+            text = str(tokenizer.decode([token]))
+            if text in mark and not tokenizer.decode([token], skip_special_tokens=True):
+                special[token] = text
+    return special
 
 
 class Part(Enum):
@@ -141,7 +166,7 @@ class Part(Enum):
 class ThoughtSplitter:
     """Splits a text that arrives in pieces into its thoughts and the answer after them, without marks.
 
-    White space at the beginning of both is dropped.
+    White space behind the marks is dropped, and white space before the first one.
 
     Args:
         inside: the text begins within thoughts, as the template has opened them.
@@ -161,10 +186,15 @@ class ThoughtSplitter:
         while text:
             marks = self._marks()
             if self._part is Part.BEGINNING:
-                text = text.lstrip(BLANK)
-                if not any(text.startswith(mark[: len(text)]) for mark in marks):
+                begun = text.lstrip(BLANK)
+                if not any(begun.startswith(mark[: len(begun)]) for mark in marks):
                     self._part = Part.ANSWER
+                    self._blank[Part.ANSWER] = False
                     continue
+                if not any(map(begun.startswith, marks)):
+                    self._open_text = text
+                    break
+                text = begun
             at, mark = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(-1, ""))
             end = (
                 at if mark else len(text) - max((overlap(text, open_mark) for open_mark in marks), default=0)

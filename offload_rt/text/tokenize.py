@@ -251,6 +251,19 @@ class TextStream:
         return text[:final]
 
 
+def mark_token(tokenizer: PreTrainedTokenizerBase, mark: str) -> int | None:
+    """Returns the token that a mark is; None: it is several, or none."""
+    token = tokenizer.convert_tokens_to_ids(mark)
+    return token if isinstance(token, int) and token != tokenizer.unk_token_id else None
+
+
+def mark_tokens(tokenizer: PreTrainedTokenizerBase, marks: str) -> list[int]:
+    """Returns the tokens of marks in a row."""
+    if (token := mark_token(tokenizer, marks)) is not None:
+        return [token]  # a tokenizer may put a blank before the first word
+    return list(tokenizer(marks, add_special_tokens=False)["input_ids"])
+
+
 def overlap(text: str, stop: str) -> int:
     """Returns the length of the longest end of `text` that is an incomplete beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)

@@ -197,11 +197,18 @@ def test_without_a_template_generate_is_named() -> None:
         ([], "messages []: give a list of messages"),
         ("hi", "messages 'hi': give a list"),
         ([user("a"), "b"], "message 2 is 'b': give a dict of role and content"),
-        ([{"role": "tool", "content": "a"}], "message 1 has the role 'tool': use system, user, assistant"),
+        (
+            [{"role": "ship", "content": "a"}],
+            "message 1 has the role 'ship': use system, user, assistant, tool",
+        ),
         ([{"content": "a"}], "message 1 has the role None"),
         ([user("a"), {"role": "user"}], "message 2 has the content None: give a text"),
         ([{"role": "user", "content": b"a"}], "message 1 has the content b'a'"),
-        ([{**user("a"), "tool_calls": [{}]}], "message 1 has 'tool_calls', which is not supported"),
+        (
+            [{**user("a"), "tool_calls": [{}]}],
+            "message 1 has tool_calls and the role user: only the assistant",
+        ),
+        ([{**user("a"), "images": ["b"]}], "message 1 has 'images', which is not supported"),
         ([{"role": ["user"], "content": "a"}], "message 1 has the role ['user']"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}],
