@@ -21,6 +21,7 @@ from offload_rt.planning.request import check_positions
 from offload_rt.planning.sequence_planner import SequencePlan
 from offload_rt.sampling.params import SamplingParams, integer
 from offload_rt.system import clock
+from offload_rt.text.answers import AnswerSplitter
 from offload_rt.text.chat import checked_messages, is_messages, with_question
 from offload_rt.text.thoughts import ThoughtSplitter
 from offload_rt.text.tokenize import common_beginning
@@ -394,6 +395,10 @@ class TokenStream(Iterator[TokenEvent]):
     def splitter(self) -> ThoughtSplitter:
         """Returns a splitter of the text into its thoughts and its answer."""
         return self.output.splitter()
+
+    def answers(self) -> AnswerSplitter:
+        """Returns a splitter of the text into thoughts, content and calls of tools."""
+        return self.output.answers()
 
     @property
     def tokens(self) -> list[int]:

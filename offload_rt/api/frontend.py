@@ -30,9 +30,10 @@ from offload_rt.model.runner import CausalModel
 from offload_rt.model.weights_digest import fingerprint_of
 from offload_rt.sampling.params import SamplingParams, token_ids, with_changes
 from offload_rt.sampling.sampler import GeneratorDraws
+from offload_rt.text.answers import AnswerMarks
+from offload_rt.text.call_grammar import call_grammar
 from offload_rt.text.chat import ChatTemplate, Messages, is_messages
 from offload_rt.text.json_grammar import JsonGrammars
-from offload_rt.text.thoughts import ThoughtMarks
 from offload_rt.text.tokenize import decode, encode
 
 GREEDY = SamplingParams()
@@ -94,13 +95,13 @@ class Frontend:
         return ChatTemplate(self.tokenizer, self.engine.target.name, self._notices.add)
 
     @cached_property
-    def _thoughts(self) -> ThoughtMarks:
-        """How the model marks its thoughts."""
-        return ThoughtMarks(self.tokenizer)
+    def _marks(self) -> AnswerMarks:
+        """How the model marks its thoughts and its calls of tools."""
+        return AnswerMarks(self.tokenizer)
 
     @cached_property
     def _json_grammars(self) -> JsonGrammars:
-        """Grammars of JSON schemas over the model's tokens. Raises UsageError where there can be none."""
+        """Grammars over the model's tokens. Raises UsageError where there can be none."""
         return JsonGrammars(self.tokenizer, self.engine.target.vocabulary)
 
     def encode(self, text: str, last: int | None = None, *, special: bool = True) -> list[int]:
@@ -164,7 +165,7 @@ class Frontend:
         if params.stop and self.tokenizer is None:
             name = self.engine.target.name
             raise UsageError(f"model {name} has no tokenizer: stop strings cannot be used")
-        if params.json_schema is not None:
+        if _constrained(params):
             _ = self._json_grammars
         return params
 
@@ -175,12 +176,12 @@ class Frontend:
     def output(self, sequence: TokenSequence, params: SamplingParams, start: int = 0) -> OutputProcessor:
         """Returns the output processor of a sequence, which turns rounds into events.
 
-        The model's own stop strings end a text like its end tokens, unless it must fit a schema.
+        The model's own stop strings end a text like its end tokens, unless it must fit a grammar.
         """
-        if not params.ignore_eos and params.json_schema is None:
+        if not params.ignore_eos and not _constrained(params):
             params = replace(params, stop=(*params.stop, *self._defaults.stop_strings))
         return OutputProcessor(
-            self.engine, sequence, params, self.tokenizer, self._notices.lines, start, self._thoughts
+            self.engine, sequence, params, self.tokenizer, self._notices.lines, start, self._marks
         )
 
     def continuation(self, params: SamplingParams, prompt: Sequence[int] = ()) -> Continuation:
@@ -188,15 +189,11 @@ class Frontend:
         self.checked_params(params)
         assert params.seed is not None
         draws = GeneratorDraws(params.seed, self.engine.target.device)
-        ends = frozenset() if params.ignore_eos else self.end_tokens
-        grammar: Grammar | None = None
-        if params.json_schema is not None:
-            grammar = self._json_grammars.grammar(str(params.json_schema), ends)
-            vocabulary = self.engine.target.vocabulary
-            grammar = thoughts_first(
-                self._thoughts, grammar, prompt, params.max_tokens // 2, ends, vocabulary
-            )
-        sampling = Sampling(params, draws, ends, grammar)
+        ends = frozenset[int]()
+        if not params.ignore_eos:
+            calling = params.tools is not None and bool(params.tools.callable)
+            ends = self.end_tokens | (self._marks.calls.ends if calling else frozenset())
+        sampling = Sampling(params, draws, ends, self._grammar(params, prompt, ends))
         return Continuation(sampling, params.max_tokens)
 
     def scored(
@@ -211,6 +208,29 @@ class Frontend:
         scorer = PromptScorer(engine.target, tokens, top, start)
         engine.close_sequence(engine.open(tokens, 0, prefix=prefix, scorer=scorer))
         return scorer.score()
+
+    def _grammar(self, params: SamplingParams, prompt: Sequence[int], ends: frozenset[int]) -> Grammar | None:
+        """Returns what a continuation of a prompt may be; None: any text."""
+        grammar: Grammar | None = None
+        tools = params.tools if params.tools is not None and params.tools.constrained else None
+        if tools is not None:
+            lark = call_grammar(self._marks.calls, tools, params.json_schema)
+            grammar = self._json_grammars.calls(lark, ends)
+        elif params.json_schema is not None:
+            grammar = self._json_grammars.grammar(str(params.json_schema), ends)
+        budget = params.thinking_budget
+        if self.tokenizer is None or (grammar is None and budget is None):
+            return grammar
+        return thoughts_first(
+            self._marks.thoughts,
+            grammar,
+            prompt,
+            params.max_tokens // 2 if budget is None else budget,
+            ends,
+            self.engine.target.vocabulary,
+            may_open=budget is not None or tools is not None,
+            gated=tools is None or not self._marks.calls.format.messages,
+        )
 
     def composition(self, config: str | None, overrides: Mapping[str, object] = {}) -> Config | None:
         """Returns the config of that name or file; None, the LLM's own, where no name is given."""
@@ -229,3 +249,8 @@ class Frontend:
                 digest = None if self.tokenizer is None else vocabulary_digest(self.tokenizer)
                 self._fingerprints[target] = fingerprint_of(target, digest)
             return self._fingerprints[target]
+
+
+def _constrained(params: SamplingParams) -> bool:
+    """Returns whether llguidance decides what a text may be."""
+    return params.json_schema is not None or (params.tools is not None and params.tools.constrained)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -28,6 +29,7 @@ from offload_rt.planning.planner import Plan
 from offload_rt.sampling.params import SamplingParams, integer, is_batch
 from offload_rt.system import clock
 from offload_rt.text.chat import Messages, checked_messages, is_messages
+from offload_rt.text.tools import Tools
 
 
 class LLM(Frontend):
@@ -262,6 +264,10 @@ class LLM(Frontend):
         params: SamplingParams | None = None,
         *,
         thinking: bool | None = None,
+        tools: object = None,
+        tool_choice: object = None,
+        effort: str | None = None,
+        continue_final: bool = False,
         **changes: Any,
     ) -> GenerationResult:
         """Answers chat messages, as the model's chat template writes them.
@@ -269,12 +275,27 @@ class LLM(Frontend):
         Args:
             params: None: the sampling that the model suggests, else greedy decoding.
             thinking: whether the model shall think before it answers; None: as the template has it.
+            tools: what the model may call, `Tools` or OpenAI's list; the result has `tool_calls`. Messages
+                with these calls and with their results continue the chat; see `checked_messages`.
+            tool_choice: for a list: auto, none, required, or the name of a tool; see `Tools`. None: auto.
+            effort: how much the model shall think, where its template asks; see `ChatTemplate.encode`.
+            continue_final: the last message is the beginning of an answer, and the result what follows it.
             changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
 
         Raises:
-            UsageError: the messages are not valid or do not fit, or the model has no chat template.
+            UsageError: messages or tools are not valid or do not fit, or the model has no chat template.
         """
-        return self.stream_chat(messages, params, thinking=thinking, **changes).finish()
+        stream = self.stream_chat(
+            messages,
+            params,
+            thinking=thinking,
+            tools=tools,
+            tool_choice=tool_choice,
+            effort=effort,
+            continue_final=continue_final,
+            **changes,
+        )
+        return stream.finish()
 
     def stream_chat(
         self,
@@ -282,12 +303,23 @@ class LLM(Frontend):
         params: SamplingParams | None = None,
         *,
         thinking: bool | None = None,
+        tools: object = None,
+        tool_choice: object = None,
+        effort: str | None = None,
+        continue_final: bool = False,
         **changes: Any,
     ) -> TokenStream:
-        """Like `chat`, token by token; closing the stream stops it."""
+        """Like `chat`, token by token; closing the stream stops it. `TokenStream.answers` splits its text."""
+        if tools is not None or tool_choice is not None:
+            changes["tools"] = tools if isinstance(tools, Tools) else Tools.of(tools, tool_choice)
         params = self.chat_params(params, changes)
         thinking = self.chat_template.thoughts(thinking, params.json_schema)
-        return self.stream(self.chat_template.encode(messages, thinking=thinking), params)
+        if thinking and params.json_schema is not None and params.thinking_budget is None:
+            params = replace(params, thinking_budget=params.max_tokens // 2)
+        prompt = self.chat_template.encode(
+            messages, thinking=thinking, tools=params.tools, effort=effort, continue_final=continue_final
+        )
+        return self.stream(prompt, params)
 
     def _close_dropped(self) -> None:
         """Closes the sequences of streams that nobody holds any more."""

@@ -1,105 +1,210 @@
-"""Thoughts before an answer that must fit a grammar."""
+"""Thoughts before an answer: how many tokens they may take, and the grammar of what follows them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy
 import torch
 from torch import Tensor
 
 from offload_rt.drafting.logits import Grammar
-from offload_rt.text.thoughts import CHANNEL, FINAL, MESSAGE, ThoughtMarks
+from offload_rt.errors import UsageError
+from offload_rt.text.thoughts import CHANNEL, FINAL, MESSAGE, START, ThoughtMarks
+
+
+@dataclass(frozen=True)
+class ThoughtTokens:
+    """The tokens of thoughts behind a prompt.
+
+    Attributes:
+        opening: begin thoughts.
+        closing: end them.
+        gate: what must stand between thoughts and the text of a grammar.
+        opened: the prompt has begun thoughts.
+        may_open: the model may begin them, at the beginning of its text.
+        repeated: there may be thoughts again behind others, each a message of its own.
+    """
+
+    opening: list[int]
+    closing: list[int]
+    gate: list[int]
+    opened: bool
+    may_open: bool
+    repeated: bool = False
 
 
 def thoughts_first(
     marks: ThoughtMarks,
-    grammar: Grammar,
+    grammar: Grammar | None,
     prompt: Sequence[int],
     budget: int,
     ends: Collection[int],
     vocabulary: int,
-) -> Grammar:
-    """Returns a grammar that begins behind the thoughts that must come first after a prompt, if any must.
+    *,
+    may_open: bool,
+    gated: bool = True,
+) -> Grammar | None:
+    """Returns a grammar of thoughts, where a prompt has opened them or the model may, and of what follows.
 
     Thoughts that the prompt has opened are closed at once where their end is no token of its own.
 
     Args:
+        grammar: what follows thoughts; None: any text.
         budget: most tokens of thoughts.
         ends: tokens that end the text.
+        may_open: the model may begin thoughts. Those of channels it may always.
+        gated: the answer to a grammar begins with the marks that the model writes before an answer.
+
+    Raises:
+        UsageError: the budget is neither 0 nor can it be kept, as the end of thoughts is no token.
     """
-    opened, form = marks.ends_with(prompt, marks.format.opening_mark), marks.format
-    if not (opened or marks.come_first(prompt)):
-        return grammar
-    closing = marks.encoded(form.closing)
-    gate, until, opening = closing, None, None
+    form, opened = marks.format, marks.opened(prompt)
+    opening, has_end = marks.encoded(form.opening_mark), marks.token(form.closing_mark) is not None
     if form.channels:
-        gate, until = marks.encoded(CHANNEL + FINAL), marks.token(MESSAGE)
-        opening = None if opened else marks.token(CHANNEL)
-    elif not marks.come_first(prompt):
+        may_open = not opened and has_end and marks.ends_with(prompt, f"{START}assistant")
+        closing, gate = marks.encoded(f"{form.closing_mark}{START}assistant"), CHANNEL + FINAL + MESSAGE
+    else:
+        may_open &= not opened and has_end and opening[0] in marks.control
+        may_open &= not marks.ends_with(prompt, form.closing_mark)
+        closing, gate = marks.encoded(form.closing_mark), "".join(form.answer[:1])
+    if not opened and not may_open:
+        return grammar
+    if opened and not has_end:
+        if grammar is None and budget:
+            remedy = "use 0 to close thoughts at once, or leave it out"
+            raise UsageError(f"thinking-budget: {form.closing_mark} is no token of this model; {remedy}")
         budget = 0
-    elif form.answer:
-        gate = marks.encoded(form.answer[0])
-    return ThoughtsFirst(grammar, closing, gate, until, budget, ends, vocabulary, opening)
+    tokens = ThoughtTokens(
+        opening, closing, marks.encoded(gate) if gated and gate else [], opened, may_open, form.channels
+    )
+    return ThoughtsFirst(tokens, grammar, budget, ends, vocabulary, marks.is_blank)
 
 
 class ThoughtsFirst:
-    """Any thoughts, and behind them the texts of a grammar (a `drafting.logits.Grammar`).
+    """Thoughts of a limited number of tokens, and what follows them (a `drafting.logits.Grammar`).
+
+    Thoughts that reach the budget are closed. What follows are the texts of a grammar, or any text.
 
     Args:
-        closing: tokens that are forced where thoughts reach their budget.
-        gate: tokens that begin the answer.
-        until: the token behind them with which their header ends; None: they have no header.
-        budget: most tokens of thoughts.
-        ends: tokens that end the text; not allowed among thoughts.
-        opening: the token that they begin with; None: they have begun, or begin with any.
+        grammar: None: any text.
+        budget: most tokens of thoughts, without marks.
+        ends: tokens that end the text; not allowed among thoughts before a grammar.
+        is_blank: returns whether the text of tokens is white space, which may come before thoughts.
     """
 
     def __init__(
         self,
-        grammar: Grammar,
-        closing: list[int],
-        gate: list[int],
-        until: int | None,
+        thoughts: ThoughtTokens,
+        grammar: Grammar | None,
         budget: int,
         ends: Collection[int],
         vocabulary: int,
-        opening: int | None = None,
+        is_blank: Callable[[Sequence[int]], bool] = lambda tokens: False,
     ) -> None:
+        self._thoughts = thoughts
         self._grammar = grammar
-        self._closing, self._gate, self._until, self._budget = closing, gate, until, budget
+        self._budget = budget
         self._vocabulary = vocabulary
-        self._opening = opening
-        self._thinking_mask = self._mask(set(range(vocabulary)) - set(ends))
+        self._is_blank = is_blank
+        self._any = self._mask(range(vocabulary))
+        self._going_on = self._any if grammar is None else self._mask(set(range(vocabulary)) - set(ends))
 
     def allowed(self, tokens: Sequence[int]) -> Tensor | None:
-        if (start := self._answer(tokens)) is not None:
-            return self._grammar.allowed(tokens[start:])
-        forced = list(tokens[self._budget :])
-        if len(tokens) < self._budget:
-            return self._thinking_mask if tokens or self._opening is None else self._mask({self._opening})
-        if forced != self._closing[: len(forced)]:
-            return None
-        return self._mask({self._closing[len(forced)]})
+        thinking, start, used = self._place(tokens)
+        if not thinking:
+            return self._allowed_behind(tokens[start:], reopens=used < self._budget)
+        closing = self._thoughts.closing
+        begun = _overlap(tokens[start:], closing)
+        exhausted = used + len(tokens) - start - begun >= self._budget
+        if exhausted or (begun and self._grammar is not None):
+            return self._mask({closing[begun]})
+        return self._going_on
 
     def complete(self, tokens: Sequence[int]) -> bool:
-        start = self._answer(tokens)
-        return start is not None and self._grammar.complete(tokens[start:])
+        if self._grammar is None:
+            return False
+        thinking, start, _ = self._place(tokens)
+        if thinking:
+            return False
+        rest, gate = list(tokens[start:]), self._thoughts.gate
+        if self._opening(rest) is not None or len(rest) < len(gate):
+            return False
+        return self._grammar.complete(rest[len(gate) :])
 
-    def _answer(self, tokens: Sequence[int]) -> int | None:
-        """Returns where the answer begins; None: it has not begun."""
-        at, size = -1, len(self._gate)
-        with suppress(ValueError):  # of `index`, where there is none
-            while True:
-                at = tokens.index(self._gate[0], at + 1)
-                if list(tokens[at : at + size]) == self._gate:
-                    at += size
-                    return at if self._until is None else tokens.index(self._until, at) + 1
-        return None
+    def _allowed_behind(self, rest: Sequence[int], reopens: bool) -> Tensor | None:
+        """Returns what may follow tokens that come after thoughts, or in their place.
+
+        Args:
+            reopens: the budget allows thoughts that are messages of their own.
+        """
+        allowed, opening = self._inner(rest), self._opening(rest)
+        if opening is None:
+            return allowed
+        own = self._mask({opening})
+        if self._thoughts.repeated and not reopens and len(rest) == 1:  # the header of some message has begun
+            return None if allowed is None else allowed & ~own
+        return own if allowed is None else own | allowed
+
+    def _inner(self, rest: Sequence[int]) -> Tensor | None:
+        if self._grammar is None:
+            return self._any
+        gate = self._thoughts.gate
+        if len(rest) < len(gate):
+            return self._mask({gate[len(rest)]}) if list(rest) == gate[: len(rest)] else None
+        return self._grammar.allowed(rest[len(gate) :]) if list(rest[: len(gate)]) == gate else None
+
+    def _opening(self, rest: Sequence[int]) -> int | None:
+        """Returns the token with which thoughts go on to begin, where tokens are a part of their mark."""
+        opening = self._thoughts.opening
+        may = self._thoughts.may_open or self._thoughts.repeated
+        begun = may and len(rest) < len(opening) and list(rest) == opening[: len(rest)]
+        return opening[len(rest)] if begun else None
+
+    def _place(self, tokens: Sequence[int]) -> tuple[bool, int, int]:
+        """Returns whether tokens end within thoughts, where these or what follows them begin, and the number
+        of tokens of the thoughts before that."""
+        thoughts, at, used, thinking = self._thoughts, 0, 0, self._thoughts.opened
+        while True:
+            if not thinking:
+                if (begin := self._begin(tokens, at)) is None:
+                    return False, at, used
+                at = begin + len(thoughts.opening)
+            if (end := _find(tokens, thoughts.closing, at)) is None:
+                return True, at, used
+            used += end - at
+            at, thinking = end + len(thoughts.closing), False
+
+    def _begin(self, tokens: Sequence[int], start: int) -> int | None:
+        """Returns where thoughts begin, in a text whose thoughts so far end at `start`."""
+        thoughts = self._thoughts
+        if not (thoughts.repeated or (thoughts.may_open and start == 0)):
+            return None
+        begin = _find(tokens, thoughts.opening, start)
+        leads = begin is not None and (thoughts.repeated or begin == 0 or self._is_blank(tokens[:begin]))
+        return begin if leads else None
 
     def _mask(self, tokens: Collection[int]) -> Tensor:
         bits = torch.zeros(-(-self._vocabulary // 64) * 64, dtype=torch.bool)
         bits[[token for token in tokens if token < self._vocabulary]] = True
         words = numpy.packbits(bits.numpy(), bitorder="little")
         return torch.from_numpy(words).view(torch.long)
+
+
+def _find(tokens: Sequence[int], mark: Sequence[int], start: int) -> int | None:
+    """Returns where a mark begins in tokens, at `start` or later; None: nowhere."""
+    at = start - 1
+    with suppress(ValueError):  # of `index`, where there is none
+        while True:
+            at = tokens.index(mark[0], at + 1)
+            if list(tokens[at : at + len(mark)]) == list(mark):
+                return at
+    return None
+
+
+def _overlap(tokens: Sequence[int], mark: Sequence[int]) -> int:
+    """Returns the number of tokens of a mark with which tokens end, less than all of it."""
+    longest = min(len(tokens), len(mark) - 1)
+    return next((n for n in range(longest, 0, -1) if list(tokens[-n:]) == list(mark[:n])), 0)

@@ -28,7 +28,7 @@ from offload_rt.engine.sequence import TokenSequence
 from offload_rt.sampling.params import SamplingParams
 from offload_rt.system import clock
 from offload_rt.system.device_copies import to_host
-from offload_rt.text.thoughts import LAST_TOKENS, ThoughtMarks, split
+from offload_rt.text.answers import AnswerMarks, split_answer
 from offload_rt.text.tokenize import TextStream
 
 
@@ -70,12 +70,13 @@ class OutputProcessor:
     Args:
         notices: notices to the user so far; may grow.
         start: length of the context, in tokens, before this call's prompt.
-        thoughts: the model's marks of thoughts; None: those of the tokenizer.
+        marks: how the model marks thoughts and calls; None: as its tokenizer has them.
 
     Attributes:
         tokens: token IDs that the caller has taken.
         error: the exception that ended the text early.
         splitter: returns a splitter of the text into its thoughts and its answer.
+        answers: returns a splitter of the text into thoughts, content and calls of tools.
     """
 
     def __init__(
@@ -86,17 +87,18 @@ class OutputProcessor:
         tokenizer: PreTrainedTokenizerBase | None,
         notices: Sequence[str],
         start: int = 0,
-        thoughts: ThoughtMarks | None = None,
+        marks: AnswerMarks | None = None,
     ) -> None:
         self.sequence = sequence
         self._engine = engine
         self._params = params
         self._notices = notices
         self._start = start
-        thoughts = ThoughtMarks(tokenizer) if thoughts is None else thoughts
-        prompt = sequence.tokens[-LAST_TOKENS:]
-        self._stream = TextStream(tokenizer, params.stop, prompt, thoughts.special)
-        self.splitter = partial(thoughts.splitter, prompt)
+        marks = AnswerMarks(tokenizer) if marks is None else marks
+        prompt = list(sequence.tokens)
+        self._stream = TextStream(tokenizer, params.stop, prompt, marks.special(params.tools))
+        self.splitter = partial(marks.thoughts.splitter, prompt)
+        self.answers = partial(marks.splitter, prompt, params.tools)
         self.tokens: list[int] = []
         self._logprobs: list[float] = []
         self._finish: FinishReason = "interrupted"
@@ -155,7 +157,7 @@ class OutputProcessor:
             notices.append(f"{plainly} used plain decoding, because drafting would have taken longer")
         with engine.lock:
             kv_bytes, kv_reserved_bytes = engine.store.used_bytes, engine.store.reserved_bytes
-        thoughts, answer = split(self._stream.text, self.splitter())
+        answer = split_answer(self._stream.text, self.answers())
         counters, on_gpu = sequence.counters, target.device.type == "cuda"
         differs_by = sequence.differs_by
         return GenerationResult(
@@ -169,8 +171,9 @@ class OutputProcessor:
             prompt_tokens=sequence.start,
             tokens=self.tokens,
             text=self._stream.text,
-            thoughts=thoughts,
-            answer=answer,
+            thoughts=answer.thoughts,
+            answer=answer.content,
+            tool_calls=list(answer.tool_calls),
             finish_reason=self._finish,
             timings=Timings(
                 prefill_tokens=sequence.prefill_tokens,

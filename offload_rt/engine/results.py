@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from offload_rt.text.tools import ToolCall
+
 FinishReason = Literal["length", "eos", "stop", "interrupted", "error"]
 Exactness = Literal["bits", "distribution"]
 Alternatives = tuple[tuple[int, float], ...]
@@ -96,7 +98,8 @@ class GenerationResult:
         tokens: generated token IDs, an end-of-text token included.
         text: their text, up to a stop string; marks of thoughts are in it.
         thoughts: the thoughts in the text, without marks; empty where the model wrote none.
-        answer: the text without its thoughts.
+        answer: the text without its thoughts and its calls of tools.
+        tool_calls: the calls of tools in the text, of those in `SamplingParams.tools`.
         levels: the composition's levels, the cheapest first, the target over its full cache last.
         plain_tokens: number of tokens decoded without drafts because speculation was slower.
         error: why the text ended, where `finish_reason` is "error".
@@ -131,6 +134,7 @@ class GenerationResult:
     logprobs: list[float] | None = None
     thoughts: str = ""
     answer: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
     exactness_reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -149,6 +153,8 @@ class GenerationResult:
             del values["exactness_reason"]
         if not self.thoughts:
             del values["thoughts"], values["answer"]
+        if not self.tool_calls:
+            del values["tool_calls"]
         for level in values["levels"]:
             del level["rounds"]
         return values

@@ -14,6 +14,7 @@ from offload_rt.config.validation import nearest
 from offload_rt.errors import UsageError, briefly
 from offload_rt.sampling.sampler import Sampler
 from offload_rt.text.json_grammar import checked_schema
+from offload_rt.text.tools import Tools
 
 MOST_ALTERNATIVES = 20
 """Most tokens whose log probabilities are reported in the place of one."""
@@ -81,6 +82,11 @@ class SamplingParams(Sampler):
             is cut by `max_tokens` or a stop string does not fit. Behind a prompt that opens thoughts, or
             where a channel must come first, it is the answer that fits, and thoughts take half the tokens
             at most.
+        tools: what the text may call; None: it is never read as calls. Where calls are required, one is
+            named, or a tool is strict, arguments are forced to fit their schemas. Beside a schema, the text
+            is calls or fits it.
+        thinking_budget: most tokens of thoughts, which are closed there; 0 closes them at once; None: any
+            number, and half of `max_tokens` before JSON or calls that are forced.
     """
 
     max_tokens: int = 256
@@ -89,9 +95,12 @@ class SamplingParams(Sampler):
     ignore_eos: bool = False
     logprobs: int | None = None
     json_schema: str | dict[str, Any] | None = None
+    tools: Tools | None = None
+    thinking_budget: int | None = None
 
     def __post_init__(self) -> None:
-        integers, optional = ("top_k", "max_tokens", "seed", "logprobs"), ("seed", "logprobs")
+        integers = ("top_k", "max_tokens", "seed", "logprobs", "thinking_budget")
+        optional = ("seed", "logprobs", "thinking_budget")
         for name in dict.fromkeys((*(field.name for field in fields(Sampler)), *integers)):
             value = getattr(self, name)
             if value is not None or name not in optional:
@@ -109,6 +118,14 @@ class SamplingParams(Sampler):
             raise UsageError(f"logprobs {self.logprobs} is out of range: use 0 to {MOST_ALTERNATIVES}")
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", checked_schema(self.json_schema))
+        if self.thinking_budget is not None and self.thinking_budget < 0:
+            raise UsageError(f"thinking-budget {self.thinking_budget} is out of range: use 0 or more")
+        if self.tools is not None:
+            if not isinstance(self.tools, Tools):
+                raise UsageError(f"tools must be of type Tools, got {briefly(self.tools)}: see Tools.of")
+            if self.tools.constrained:
+                for tool in self.tools.callable:
+                    checked_schema(tool.parameters, f"tool {tool.name}: its parameters")
 
     def seeded(self) -> SamplingParams:
         """Returns parameters with a seed, drawn where none is given."""

@@ -103,7 +103,9 @@ class HermesCalls(CallFormat):
 
     def call(self, lark: Lark, tool: Tool) -> str:
         name = lark.text(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
-        return f"{name} {lark.json(tool.parameters)} {lark.text('}' + NEWLINE)} {lark.mark('</tool_call>')}"
+        return (
+            f"{name} {lark.arguments(tool.parameters)} {lark.text('}' + NEWLINE)} {lark.mark('</tool_call>')}"
+        )
 
 
 class LlamaCalls(CallFormat):
@@ -127,7 +129,7 @@ class LlamaCalls(CallFormat):
 
     def call(self, lark: Lark, tool: Tool) -> str:
         name = lark.text(f'"name": {json.dumps(tool.name)}, "parameters": ')
-        return f"{name} {lark.json(tool.parameters)} {lark.text('}')}"
+        return f"{name} {lark.arguments(tool.parameters)} {lark.text('}')}"
 
 
 class MistralCalls(CallFormat):
@@ -157,7 +159,7 @@ class MistralCalls(CallFormat):
         return [ToolCall(known(name, tools).name, arguments)]
 
     def call(self, lark: Lark, tool: Tool) -> str:
-        return f"{lark.text(tool.name)} {lark.mark('[ARGS]')} {lark.json(tool.parameters)}"
+        return f"{lark.text(tool.name)} {lark.mark('[ARGS]')} {lark.arguments(tool.parameters)}"
 
 
 class MistralListCalls(MistralCalls):
@@ -167,7 +169,7 @@ class MistralListCalls(MistralCalls):
 
     def call(self, lark: Lark, tool: Tool) -> str:
         name = lark.text(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-        return f"{name} {lark.json(tool.parameters)} {lark.text('}')}"
+        return f"{name} {lark.arguments(tool.parameters)} {lark.text('}')}"
 
     def calls(self, lark: Lark, tools: Tools) -> str:
         one = lark.rule(lark.any_of(self.call(lark, tool) for tool in tools.callable))
@@ -295,7 +297,7 @@ class HarmonyCalls(CallFormat):
 
     def call(self, lark: Lark, tool: Tool) -> str:
         header = f"{lark.text(f'commentary to=functions.{tool.name} ')} {lark.mark('<|constrain|>')}"
-        return f"{header} {lark.text('json')} {lark.mark('<|message|>')} {lark.json(tool.parameters)}"
+        return f"{header} {lark.text('json')} {lark.mark('<|message|>')} {lark.arguments(tool.parameters)}"
 
 
 def _none() -> list[ToolCall]:

@@ -33,6 +33,7 @@ class CallMarks:
         self.format: CallFormat = HermesCalls()
         self.described = True
         self.special, self.ends = dict[int, str](), frozenset[int]()
+        self._tokenizer = tokenizer
         if tokenizer is None:
             return
         template = str(getattr(tokenizer, "chat_template", None) or "")
@@ -48,6 +49,13 @@ class CallMarks:
         self.special = special_texts(tokenizer, (*self.format.marks, *self.format.ends))
         ends = (mark_token(tokenizer, mark) for mark in self.format.ends)
         self.ends = frozenset(token for token in ends if token is not None)
+
+    def token(self, mark: str) -> int | None:
+        """Returns the added token that a mark is; None: it is written with others, as any text is."""
+        token = None if self._tokenizer is None else mark_token(self._tokenizer, mark)
+        return (
+            token if self._tokenizer is not None and token in self._tokenizer.added_tokens_decoder else None
+        )
 
 
 class CallSplitter:

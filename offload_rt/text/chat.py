@@ -364,17 +364,18 @@ class ChatTemplate:
     def thoughts(self, thinking: bool | None, json_schema: object) -> bool | None:
         """Returns whether the model shall think, as `encode` takes it.
 
-        Before an answer that fits a schema it does so only where its thoughts are known to come first.
+        Before an answer that fits a schema it does so only if that is wanted. Where the model opens its
+        thoughts itself, `SamplingParams.thinking_budget` must allow them.
 
         Raises:
-            UsageError: both are wanted, and they are not.
+            UsageError: both are wanted, and it cannot be told where thoughts begin and end.
         """
         if json_schema is None:
             return thinking
         if thinking:
             switch = thinking if self._has_switch else None
             prompt = self.encode([{"role": "user", "content": "Who?"}], thinking=switch)
-            if self._marks.thoughts.come_first(prompt):
+            if self._marks.thoughts.can_come_first(prompt):
                 return True
             raise UsageError(
                 "json-schema cannot be combined with thinking: omit the schema, or turn thinking off"

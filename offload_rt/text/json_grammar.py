@@ -1,4 +1,4 @@
-"""JSON schemas as grammars: which tokens may follow so that the text fits a schema, by llguidance."""
+"""Grammars of texts that fit a JSON schema or call tools: which tokens may follow, by llguidance."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise UsageError(f"json-schema needs the package llguidance: {install_extra('json')}") from None
+        needing = "json-schema, and tools whose calls must fit a schema"
+        raise UsageError(f"{needing}, need the package llguidance: {install_extra('json')}") from None
     return llguidance
 
 
-def checked_schema(schema: object) -> str:
+def checked_schema(schema: object, name: str = "json-schema") -> str:
     """Returns a JSON schema, an object or its text, as a text.
+
+    Args:
+        name: names it in messages to the user.
 
     Raises:
         UsageError: it is no JSON object, llguidance refuses it, or llguidance is not installed.
@@ -43,25 +47,24 @@ def checked_schema(schema: object) -> str:
     try:
         values = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(values, dict):
-            raise UsageError(f"json-schema must be a JSON object, got {briefly(schema)}")
+            raise UsageError(f"{name} must be a JSON object, got {briefly(schema)}")
         text = json.dumps(values, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"json-schema {briefly(schema)} is not JSON: {first_line(error)}") from None
-    _check(text)
+        raise UsageError(f"{name} {briefly(schema)} is not JSON: {first_line(error)}") from None
+    if (reason := _refusal(text)) is not None:
+        raise UsageError(f"{name} is refused by llguidance: {reason}")
     return text
 
 
 @lru_cache(maxsize=256)
-def _check(schema: str) -> None:
-    """Raises UsageError where llguidance refuses a schema."""
+def _refusal(schema: str) -> str | None:
+    """Returns why llguidance refuses a schema; None: it does not."""
     matcher = _llguidance().LLMatcher
     try:
         refused, reasons = matcher.validate_grammar_with_warnings(_grammar(schema))
     except ValueError as error:
         refused, reasons = True, [str(error)]
-    if refused:
-        reason = shortened(" ".join(reasons[0].split()))
-        raise UsageError(f"json-schema is refused by llguidance: {reason}")
+    return shortened(" ".join(reasons[0].split())) if refused else None
 
 
 def _grammar(schema: str) -> str:
@@ -72,7 +75,7 @@ def _grammar(schema: str) -> str:
 
 
 class JsonGrammars:
-    """Grammars of JSON schemas over the vocabulary of one model. Making it takes about a second.
+    """Grammars over the vocabulary of one model. Making it takes about a second.
 
     Args:
         vocabulary: number of the model's tokens; those that the tokenizer lacks are never allowed.
@@ -85,7 +88,8 @@ class JsonGrammars:
         fast = getattr(tokenizer, "backend_tokenizer", None)
         if fast is None:
             raise UsageError(
-                "json-schema needs a model with a fast tokenizer, a tokenizer.json: leave it out"
+                "json-schema needs a model with a fast tokenizer, a tokenizer.json, and so do tools whose"
+                " calls must fit a schema: leave them out"
             )
         extended = copy(fast)
         extended.no_padding()
@@ -97,9 +101,7 @@ class JsonGrammars:
         try:
             self._tokens = _llguidance().LLTokenizer(extended.to_str(), n_vocab=size, eos_token=self._end)
         except ValueError as error:
-            raise UsageError(
-                f"json-schema: llguidance cannot read the tokenizer: {first_line(error)}"
-            ) from None
+            raise UsageError(f"grammars: llguidance cannot read the tokenizer: {first_line(error)}") from None
 
     def grammar(self, schema: str, ends: Collection[int]) -> JsonGrammar:
         """Returns the grammar of one continuation.
@@ -108,21 +110,43 @@ class JsonGrammars:
             schema: as `checked_schema` returned it.
             ends: tokens that end the text.
         """
-        matcher = _llguidance().LLMatcher(self._tokens, _grammar(schema), log_level=0)
-        return JsonGrammar(matcher, self._end, ends, self._vocabulary)
+        return self._grammar(_grammar(schema), ends, "json-schema")
+
+    def calls(self, lark: str, ends: Collection[int]) -> JsonGrammar:
+        """Returns the grammar of one continuation with calls of tools, as `call_grammar` wrote it.
+
+        Raises:
+            UsageError: llguidance refuses the schema of a tool.
+        """
+        return self._grammar(_llguidance().LLMatcher.grammar_from_lark(lark), ends, "tools")
+
+    def _grammar(self, grammar: str, ends: Collection[int], name: str) -> JsonGrammar:
+        matcher = _llguidance().LLMatcher(self._tokens, grammar, log_level=0)
+        return JsonGrammar(matcher, self._end, ends, self._vocabulary, name)
 
 
 class JsonGrammar:
-    """The texts that fit one schema (a `drafting.logits.Grammar`)."""
+    """The texts of one grammar (a `drafting.logits.Grammar`).
 
-    def __init__(self, matcher: LLMatcher, end: int, ends: Collection[int], vocabulary: int) -> None:
+    Args:
+        name: what the user gave, for messages.
+
+    Raises:
+        UsageError: llguidance refuses the grammar.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, end: int, ends: Collection[int], vocabulary: int, name: str = "json-schema"
+    ) -> None:
         self._matcher = matcher
+        self._name = name
         self._tokens: list[int] = []  # that the matcher has consumed
         self._end = end
         self._ends = [token for token in ends if token < vocabulary]
         self._words = -(-vocabulary // 64)
         # Tokens that the tokenizer has and the model has not, in the last word; `end` may be among them.
         self._beyond = range(vocabulary, 64 * self._words)
+        self._check()
 
     def allowed(self, tokens: Sequence[int]) -> Tensor | None:
         if not self._follow(tokens):
@@ -134,7 +158,7 @@ class JsonGrammar:
         if not self._follow(tokens):
             written = briefly(list(tokens[len(self._tokens) - 1 :]))
             raise UsageError(
-                f"json-schema: the model's vocabulary cannot write what must follow here, at token"
+                f"{self._name}: the model's vocabulary cannot write what must follow here, at token"
                 f" {len(self._tokens)} of the text, {written}: change the schema"
             )
         if self._ends:
@@ -173,4 +197,4 @@ class JsonGrammar:
         """Raises UsageError where llguidance has given up."""
         if self._matcher.is_error():
             reason = first_line(ValueError(self._matcher.get_error()))
-            raise UsageError(f"json-schema: llguidance cannot follow it any further: {reason}")
+            raise UsageError(f"{self._name}: llguidance cannot follow it any further: {reason}")

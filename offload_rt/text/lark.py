@@ -46,6 +46,11 @@ class Lark:
         """Returns a text as it is."""
         return json.dumps(text)
 
+    def arguments(self, parameters: Mapping[str, Any]) -> str:
+        """Returns the JSON objects that fit the parameters of a tool; where it has none, the empty one."""
+        bare = not parameters.get("properties") and set(parameters) <= {"type", "properties"}
+        return self.json({**parameters, "additionalProperties": False} if bare else parameters)
+
     def json(self, schema: Mapping[str, Any]) -> str:
         """Returns the texts of JSON values that fit a schema; see `json_grammar.WHITESPACE`."""
         return self.rule(f"%json {json.dumps({'x-guidance': WHITESPACE} | dict(schema))}")
@@ -68,6 +73,11 @@ class Lark:
         excluded = self.rule(f"{ANY} {self.text(end)} {ANY}", terminal=True)
         text = self.rule(f"/(?s:.){count}/ & ~{excluded}", terminal=True)
         return f"{self.rule(text)} {self.mark(end)}"
+
+    def text_up_to(self, mark: str) -> str:
+        """Returns any text up to the first time that a mark of several tokens occurs, and the mark."""
+        text = self.rule(ANY, terminal=True)
+        return self.rule(f"{text} {self.text(mark)}", "[lazy]")
 
     def value(self, schema: Any, root: Mapping[str, Any], end: str) -> str:
         """Returns a value of a schema up to a mark: strings as they are, all others in JSON.

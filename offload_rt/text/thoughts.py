@@ -117,29 +117,36 @@ class ThoughtMarks:
             return self._tokenizer is not None
         opening, size = self.encoded(form.opening_mark), len(self.encoded(form.opening_mark))
         for at in range(len(prompt) - 1, -1, -1):
-            if prompt[at] in self._control:
+            if prompt[at] in self.control:
                 starts = (at, at - size + 1)
                 return any(start >= 0 and list(prompt[start : start + size]) == opening for start in starts)
         return False
 
+    def is_blank(self, tokens: Sequence[int]) -> bool:
+        """Returns whether the text of tokens is white space."""
+        assert self._tokenizer is not None
+        return not str(self._tokenizer.decode(list(tokens))).strip()
+
     @cached_property
-    def _control(self) -> set[int]:
+    def control(self) -> set[int]:
         """The special tokens, and marks that are tokens."""
         assert self._tokenizer is not None
         added = self._tokenizer.added_tokens_decoder.items()
         marks = {token for mark in self.format.marks if (token := self.token(mark)) is not None}
         return {token for token, entry in added if entry.special} | marks
 
-    def come_first(self, prompt: Sequence[int]) -> bool:
-        """Returns whether thoughts must come first after a prompt, and then end with a token of their own."""
+    def can_come_first(self, prompt: Sequence[int]) -> bool:
+        """Returns whether thoughts may come first after a prompt, and then end with a token of their own."""
         if self.format.channels:
             return self.ends_with(prompt, f"{START}assistant")
-        opened = self.ends_with(prompt, self.format.opening_mark)
-        return opened and self.token(self.format.closing_mark) is not None
+        has_tokens = all(self.token(mark) is not None for mark in self.format.telling)
+        return has_tokens and not self.ends_with(prompt, self.format.closing_mark)
 
     def splitter(self, prompt: Sequence[int]) -> ThoughtSplitter:
         """Returns the splitter of the text behind a prompt, which may have opened thoughts."""
-        return ThoughtSplitter(self.opened(prompt), self.format)
+        opened = self.opened(prompt)
+        begun = opened and not self.ends_with(prompt, self.format.opening_mark)
+        return ThoughtSplitter(opened, self.format, begun)
 
 
 def special_texts(tokenizer: PreTrainedTokenizerBase, marks: Iterable[str]) -> dict[int, str]:
@@ -169,15 +176,16 @@ class ThoughtSplitter:
     White space behind the marks is dropped, and white space before the first one.
 
     Args:
-        inside: the text begins within thoughts, as the template has opened them.
+        inside: the text begins within thoughts, as the prompt has opened them.
+        begun: the prompt has some text of these thoughts.
     """
 
-    def __init__(self, inside: bool = False, form: ThoughtFormat = THINK) -> None:
+    def __init__(self, inside: bool = False, form: ThoughtFormat = THINK, begun: bool = False) -> None:
         self._form = form
         self._part = Part.THOUGHTS if inside else Part.BEGINNING
         self._open_text = ""
         self._header = ""
-        self._blank = {Part.THOUGHTS: True, Part.ANSWER: True}  # nothing of it has been returned
+        self._blank = {Part.THOUGHTS: not begun, Part.ANSWER: True}  # nothing of it has been returned
 
     def push(self, text: str) -> tuple[str, str]:
         """Returns the thoughts and the part of the answer that are certain with this piece."""
