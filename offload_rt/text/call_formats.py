@@ -122,9 +122,10 @@ class LlamaCalls(CallFormat):
         yield from text.take("<|python_tag|>")
         yield from text.blanks()
         calls = [json_call((yield from text.json()), tools)]
+        end = text.at
         yield from text.blanks()
-        if (yield from text.take(";")):
-            yield from text.blanks()
+        if not (yield from text.take(";")):
+            text.at = end
         return calls
 
     def call(self, lark: Lark, tool: Tool) -> str:
