@@ -145,7 +145,9 @@ HARMONY_TOOLS = """{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effo
 {{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' }}
 {{- m.content | tojson }}{{- '<|end|>' }}
 {%- elif m.role == 'assistant' %}
-{%- if m.thinking %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}
+{%- if m.thinking %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+{%- endif %}
 {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
 {%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}
 {%- endfor %}
