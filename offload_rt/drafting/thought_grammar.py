@@ -115,7 +115,8 @@ class ThoughtsFirst:
     def allowed(self, tokens: Sequence[int]) -> Tensor | None:
         thinking, start, used = self._place(tokens)
         if not thinking:
-            return self._allowed_behind(tokens[start:], reopens=used < self._budget)
+            opening = self._opening(tokens, start)
+            return self._allowed_behind(tokens[start:], opening, exhausted=used >= self._budget)
         closing = self._thoughts.closing
         begun = _overlap(tokens[start:], closing)
         exhausted = used + len(tokens) - start - begun >= self._budget
@@ -130,21 +131,22 @@ class ThoughtsFirst:
         if thinking:
             return False
         rest, gate = list(tokens[start:]), self._thoughts.gate
-        if self._opening(rest) is not None or len(rest) < len(gate):
+        if self._opening(tokens, start) is not None or len(rest) < len(gate):
             return False
         return self._grammar.complete(rest[len(gate) :])
 
-    def _allowed_behind(self, rest: Sequence[int], reopens: bool) -> Tensor | None:
+    def _allowed_behind(self, rest: Sequence[int], opening: int | None, exhausted: bool) -> Tensor | None:
         """Returns what may follow tokens that come after thoughts, or in their place.
 
         Args:
-            reopens: the budget allows thoughts that are messages of their own.
+            opening: the token with which thoughts may begin or go on to begin.
+            exhausted: the budget allows no more thoughts, of those that are messages of their own.
         """
-        allowed, opening = self._inner(rest), self._opening(rest)
+        allowed = self._inner(rest)
         if opening is None:
             return allowed
         own = self._mask({opening})
-        if self._thoughts.repeated and not reopens and len(rest) == 1:  # the header of some message has begun
+        if self._thoughts.repeated and exhausted and len(rest) == 1:  # the header of some message has begun
             return None if allowed is None else allowed & ~own
         return own if allowed is None else own | allowed
 
@@ -156,12 +158,15 @@ class ThoughtsFirst:
             return self._mask({gate[len(rest)]}) if list(rest) == gate[: len(rest)] else None
         return self._grammar.allowed(rest[len(gate) :]) if list(rest[: len(gate)]) == gate else None
 
-    def _opening(self, rest: Sequence[int]) -> int | None:
-        """Returns the token with which thoughts go on to begin, where tokens are a part of their mark."""
-        opening = self._thoughts.opening
-        may = self._thoughts.may_open or self._thoughts.repeated
-        begun = may and len(rest) < len(opening) and list(rest) == opening[: len(rest)]
-        return opening[len(rest)] if begun else None
+    def _opening(self, tokens: Sequence[int], start: int) -> int | None:
+        """Returns the token with which thoughts go on to begin, where only they have begun at `start`."""
+        opening, begun = self._thoughts.opening, len(tokens) - start
+        part = begun < len(opening) and list(tokens[start:]) == opening[:begun]
+        return opening[begun] if part and self._may_begin(start) else None
+
+    def _may_begin(self, start: int) -> bool:
+        """Returns whether thoughts may begin in a text whose thoughts so far end at `start`."""
+        return self._thoughts.repeated or (self._thoughts.may_open and start == 0)
 
     def _place(self, tokens: Sequence[int]) -> tuple[bool, int, int]:
         """Returns whether tokens end within thoughts, where these or what follows them begin, and the number
@@ -179,11 +184,9 @@ class ThoughtsFirst:
 
     def _begin(self, tokens: Sequence[int], start: int) -> int | None:
         """Returns where thoughts begin, in a text whose thoughts so far end at `start`."""
-        thoughts = self._thoughts
-        if not (thoughts.repeated or (thoughts.may_open and start == 0)):
+        if not self._may_begin(start) or (begin := _find(tokens, self._thoughts.opening, start)) is None:
             return None
-        begin = _find(tokens, thoughts.opening, start)
-        leads = begin is not None and (thoughts.repeated or begin == 0 or self._is_blank(tokens[:begin]))
+        leads = begin == 0 or self._thoughts.repeated or self._is_blank(tokens[:begin])
         return begin if leads else None
 
     def _mask(self, tokens: Collection[int]) -> Tensor:
