@@ -138,7 +138,7 @@ class ThoughtMarks:
     def can_come_first(self, prompt: Sequence[int]) -> bool:
         """Returns whether thoughts may come first after a prompt, and then end with a token of their own."""
         if self.format.channels:
-            return self.ends_with(prompt, f"{START}assistant")
+            return self.ends_with(prompt, f"{START}assistant") or self.opened(prompt)
         has_tokens = all(self.token(mark) is not None for mark in self.format.telling)
         return has_tokens and not self.ends_with(prompt, self.format.closing_mark)
 

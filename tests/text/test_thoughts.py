@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 from support.chat_templates import QWEN, R1, user
 from support.small_engine import SIZES
 from support.tiny_models import byte_tokenizer, tiny_target
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from support.word_models import chain, words
+from transformers import PreTrainedTokenizerFast
 
 from offload_rt import LLM, UsageError
 from offload_rt.server.replies import ChatReply
@@ -71,34 +68,6 @@ def test_thoughts(form: Any, text: str, inside: bool, thought: str, answer: str)
             parts.append(list(splitter.push(text[start : start + size])))
         parts.append(list(splitter.finish()))
         assert ["".join(part).strip() for part in zip(*parts, strict=True)] == [thought, answer]
-
-
-def words(*tokens: str, template: str | None = None, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A tokenizer of whole words, of which some are special tokens."""
-    vocabulary = ["<unk>", "</s>", "[user]", "Who?", *tokens]
-    known = {word: number for number, word in enumerate(dict.fromkeys(vocabulary))}
-    made = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
-    fast.add_special_tokens({"additional_special_tokens": list(special)})
-    fast.chat_template = template
-    return fast
-
-
-def chain(tokenizer: PreTrainedTokenizerFast, pieces: Sequence[str]) -> PreTrainedModel:
-    """A model that writes one word after another: each follows the one before it in `pieces`."""
-    ids: Any = tokenizer.convert_tokens_to_ids(list(pieces))
-    model = tiny_target("llama", vocabulary=64)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.model.embed_tokens.weight.copy_(torch.eye(64))
-        model.model.norm.weight.fill_(1.0)
-        model.lm_head.weight.zero_()
-        for one, following in pairwise(ids):
-            model.lm_head.weight[following, one] = 1.0
-    return model
 
 
 ASKED = "{% for m in messages %}{{ m.content }} {% endfor %}[user]"
@@ -182,7 +151,7 @@ def with_marks(template: str, *marks: str) -> PreTrainedTokenizerFast:
         (R1, THINK.marks, True),
         ("{{ messages[0].content }}[THINK]", MISTRAL.marks, True),
         ("{{ messages[0].content }}<|START_THINKING|>", COHERE.marks, True),
-        ("{# <|channel|>analysis #}{{ messages[0].content }}<|start|>assistant", HARMONY.marks, True),
+        (f"{{{{ messages[0].content }}}}<|start|>assistant{HARMONY.opening_mark}", HARMONY.marks, True),
     ],
     ids=["no tokens", "think", "mistral", "cohere", "harmony"],
 )
