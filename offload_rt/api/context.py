@@ -261,7 +261,7 @@ class Context:
             raise UsageError(f"this context was read from a text and cannot be asked: {remedy}")
         messages = with_question(self.messages, question)
         template = self.llm.chat_template.dated(self.date)
-        thinking = template.thoughts(thinking, params.json_schema)
+        thinking, params = self.llm.with_thoughts(thinking, params)
         tokens = self.llm.prompt_ids(template.encode(messages, thinking=thinking))
         with self._engine.lock:
             self._turn_to_use()

@@ -173,6 +173,19 @@ class Frontend:
         """Like `checked_params`; None is the sampling that the model suggests, else greedy decoding."""
         return self.checked_params((self.model_sampling or GREEDY) if params is None else params, changes)
 
+    def with_thoughts(
+        self, thinking: bool | None, params: SamplingParams
+    ) -> tuple[bool | None, SamplingParams]:
+        """Returns whether the model shall think in a chat, for its template, and parameters that allow it.
+
+        Raises:
+            UsageError: thoughts are wanted before an answer that fits a schema, and cannot be told from it.
+        """
+        thinking = self.chat_template.thoughts(thinking, params.json_schema)
+        if thinking and params.json_schema is not None and params.thinking_budget is None:
+            params = replace(params, thinking_budget=params.max_tokens // 2)
+        return thinking, params
+
     def output(self, sequence: TokenSequence, params: SamplingParams, start: int = 0) -> OutputProcessor:
         """Returns the output processor of a sequence, which turns rounds into events.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -313,9 +312,7 @@ class LLM(Frontend):
         if tools is not None or tool_choice is not None:
             changes["tools"] = tools if isinstance(tools, Tools) else Tools.of(tools, tool_choice)
         params = self.chat_params(params, changes)
-        thinking = self.chat_template.thoughts(thinking, params.json_schema)
-        if thinking and params.json_schema is not None and params.thinking_budget is None:
-            params = replace(params, thinking_budget=params.max_tokens // 2)
+        thinking, params = self.with_thoughts(thinking, params)
         prompt = self.chat_template.encode(
             messages, thinking=thinking, tools=params.tools, effort=effort, continue_final=continue_final
         )

@@ -49,8 +49,8 @@ def test_calls_are_in_the_result_and_in_the_stream(
         parts = [part for event in stream for part in splitter.push(event.text)] + splitter.finish()
         kinds = [type(part) for part in parts if not isinstance(part, Thought)]
         assert kinds[-2:] == [CallBegin, CallArguments] and Content in kinds
-        for tools in ({"tools": [LOOK], "tool_choice": "none"}, {}):
-            plain = llm.chat([user("Who?")], max_tokens=20, **tools)
+        for tools in ([LOOK], None):
+            plain = llm.chat([user("Who?")], max_tokens=20, tools=tools, tool_choice="none")
             assert plain.tool_calls == [] and plain.answer.startswith("aye")
             assert ("look" in plain.answer) and "tool_calls" not in plain.to_json()
         named = llm.chat([user("Who?")], max_tokens=20, tools=Tools.of([LOOK], "auto"))

@@ -60,7 +60,7 @@ def fits(name: str, arguments: str) -> bool:
         return values == {}
     assert name == "sail"
     crew = values.pop("maybe_crew", [])
-    return (
+    return bool(
         list(values) == ["to", "knots", "rig"]
         and isinstance(values["to"], str)
         and len(values["to"]) <= 8

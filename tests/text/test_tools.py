@@ -24,6 +24,7 @@ from offload_rt.text.answers import (
 from offload_rt.text.call_formats import CALL_FORMATS, CallFormat
 from offload_rt.text.calls import CallMarks, CallSplitter
 from offload_rt.text.thoughts import FORMATS, THINK, ThoughtSplitter
+from offload_rt.text.tokenize import mark_token
 from offload_rt.text.tools import Tool, ToolCall, Tools, checked_tools
 
 HARMONY, MISTRAL, MISTRAL_LIST, GLM, CODER, HERMES, LLAMA = CALL_FORMATS
@@ -312,8 +313,13 @@ def test_the_format_is_else_that_of_the_vocabulary() -> None:
     assert CallMarks(made).format is MISTRAL_LIST
     made.chat_template = "{{ tools }} <|python_tag|>"
     marks = CallMarks(made)
-    tag, eom = (made.convert_tokens_to_ids(mark) for mark in ("<|python_tag|>", "<|eom_id|>"))
-    assert marks.format is LLAMA and marks.special[tag] == "<|python_tag|>" and marks.ends == {eom}
+    tag, eom = (mark_token(made, mark) for mark in ("<|python_tag|>", "<|eom_id|>"))
+    assert (
+        tag is not None
+        and marks.format is LLAMA
+        and marks.special[tag] == "<|python_tag|>"
+        and marks.ends == {eom}
+    )
     made.chat_template = "no list of functions"
     assert CallMarks(made).described
 
