@@ -44,7 +44,7 @@ def generate_batch(
     for at, prompt in enumerate(prompts):
         with _named(at):
             checked_params.append(llm.checked_params(params_of[at], changes).seeded())
-            token_lists.append(llm.prompt_ids(prompt))
+            token_lists.append(llm.prompt_ids(prompt, tools=checked_params[at].tools))
             sizes.append((len(token_lists[at]), checked_params[at].max_tokens))
             check_positions(engine.target, *sizes[at])
     with engine.lock, ExitStack() as closing:

@@ -254,6 +254,8 @@ class Context:
         The messages follow when the stream has ended or is closed, unless no token was taken.
         """
         params = self.llm.chat_params(params, changes)
+        if params.tools is not None:
+            raise UsageError("tools: a context is asked without tools; give the messages to llm.chat")
         with self._engine.lock:
             self._turn_to_use()  # an answer that is under way becomes a message
         if self.messages is None:

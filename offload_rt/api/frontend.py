@@ -35,6 +35,7 @@ from offload_rt.text.call_grammar import call_grammar
 from offload_rt.text.chat import ChatTemplate, Messages, is_messages
 from offload_rt.text.json_grammar import JsonGrammars
 from offload_rt.text.tokenize import decode, encode
+from offload_rt.text.tools import Tools
 
 GREEDY = SamplingParams()
 Prompt = str | Sequence[int] | Messages
@@ -140,19 +141,27 @@ class Frontend:
 
     # What contexts, batches, sessions and the server use.
 
-    def prompt_ids(self, prompt: Prompt, *, behind: bool = False, date: datetime | None = None) -> list[int]:
+    def prompt_ids(
+        self,
+        prompt: Prompt,
+        *,
+        behind: bool = False,
+        date: datetime | None = None,
+        tools: Tools | None = None,
+    ) -> list[int]:
         """Returns the token IDs of a prompt, checked.
 
         Args:
             behind: the prompt is appended to others, so that no beginning-of-text token goes before it.
             date: the one that a chat template writes; None: now.
+            tools: those that a chat template writes.
         """
         if is_messages(prompt):
             if behind:
                 raise UsageError(
                     "chat messages cannot be appended: give all of them to Context.update, or ask"
                 )
-            tokens = self.chat_template.dated(date).encode(prompt)
+            tokens = self.chat_template.dated(date).encode(prompt, tools=tools)
         else:
             tokens = self.encode(prompt, special=not behind) if isinstance(prompt, str) else token_ids(prompt)
         if not tokens or (isinstance(prompt, str) and not prompt):

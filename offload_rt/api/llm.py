@@ -242,7 +242,7 @@ class LLM(Frontend):
             changes: fields of `SamplingParams` with other values than in `params`, e.g. `max_tokens=64`.
         """
         params = self.checked_params(params, changes).seeded()
-        tokens, engine = self.prompt_ids(prompt), self.engine
+        tokens, engine = self.prompt_ids(prompt, tools=params.tools), self.engine
         with engine.lock:
             self._close_dropped()
             sequence = engine.open(tokens, params.max_tokens)

@@ -293,9 +293,3 @@ class ReadableThoughts:
             text += f"\n{THINK.closing_mark}\n\n" if self._part is Part.THOUGHTS else ""
             self._part = Part.ANSWER
         return text + answer
-
-
-def split(text: str, splitter: ThoughtSplitter) -> tuple[str, str]:
-    """Returns the thoughts in a whole text and its answer."""
-    thought, answer = ("".join(both) for both in zip(splitter.push(text), splitter.finish(), strict=True))
-    return thought, answer

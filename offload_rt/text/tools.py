@@ -105,10 +105,6 @@ class Tools:
             raise UsageError(f"tool_choice {briefly(named)} needs tools: give them in tools")
         return cls(checked, named, True if parallel is None else parallel)  # type: ignore[arg-type]
 
-    def get(self, name: str) -> Tool | None:
-        """Returns the tool of a name."""
-        return next((tool for tool in self.tools if tool.name == name), None)
-
     @property
     def callable(self) -> tuple[Tool, ...]:
         """The tools that an answer may call."""

@@ -53,6 +53,14 @@ def test_calls_are_in_the_result_and_in_the_stream(
             plain = llm.chat([user("Who?")], max_tokens=20, tools=tools, tool_choice="none")
             assert plain.tool_calls == [] and plain.answer.startswith("aye")
             assert ("look" in plain.answer) and "tool_calls" not in plain.to_json()
+        tools_of = Tools.of([LOOK])
+        for same in (
+            llm.generate([user("Who?")], max_tokens=20, tools=tools_of),
+            *llm.generate(2 * [[user("Who?")]], max_tokens=20, tools=tools_of),
+        ):
+            assert (same.tokens, same.tool_calls) == (result.tokens, result.tool_calls)
+        with llm.read([user("Who?")]) as context, pytest.raises(UsageError, match="asked without tools"):
+            context.ask(None, tools=tools_of)
         named = llm.chat([user("Who?")], max_tokens=20, tools=Tools.of([LOOK], "auto"))
         assert named.tool_calls == [ToolCall("look", "{}")]
 
