@@ -200,6 +200,7 @@ class OutputProcessor:
             ),
             plain_tokens=sequence.controller.plain_tokens,
             notices=notices,
+            stop_string=self._stream.stopped_by,
             error=None if self.error is None else str(self.error) or type(self.error).__name__,
             logprobs=None if params.logprobs is None else self._logprobs,
             exactness="bits" if differs_by is None else "distribution",

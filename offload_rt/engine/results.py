@@ -102,6 +102,7 @@ class GenerationResult:
         tool_calls: the calls of tools in the text, of those in `SamplingParams.tools`.
         levels: the composition's levels, the cheapest first, the target over its full cache last.
         plain_tokens: number of tokens decoded without drafts because speculation was slower.
+        stop_string: the stop string that ended the text; None where none did.
         error: why the text ended, where `finish_reason` is "error".
         logprobs: log probability of each token, see `TokenEvent`; None where they were not asked for.
         exactness: what speculative decoding, batching and caching preserve. "bits": every bit of the logits
@@ -130,6 +131,7 @@ class GenerationResult:
     exactness: Exactness
     plain_tokens: int = 0
     notices: list[str] = field(default_factory=list)
+    stop_string: str | None = None
     error: str | None = None
     logprobs: list[float] | None = None
     thoughts: str = ""
@@ -147,8 +149,9 @@ class GenerationResult:
             values["error"],
             values["transfer"]["bytes_abandoned"],
         )
-        if self.logprobs is None:
-            del values["logprobs"]
+        for name in ("logprobs", "stop_string"):
+            if values[name] is None:
+                del values[name]
         if not self.exactness_reason:
             del values["exactness_reason"]
         if not self.thoughts:

@@ -1,4 +1,4 @@
-"""The server's routes: OpenAI's completions, llama.cpp's tokenizer, health, metrics, and a page to try it."""
+"""The server's routes: OpenAI's, Anthropic's, llama.cpp's tokenizer, health, metrics and a page to try it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import base64
 import binascii
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -29,6 +29,8 @@ from offload_rt.server.answering import Answering, ClientGone, explained
 from offload_rt.server.answers import Answer
 from offload_rt.server.errors import ApiError, error_response
 from offload_rt.server.limits import Limits
+from offload_rt.server.message_answers import MessageAnswer
+from offload_rt.server.messages import MessagesRequest, fields
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.page_files import PageFiles
 from offload_rt.server.replies import ChatReply, CompletionReply, Completions, Reply, new_id
@@ -79,6 +81,26 @@ class Service:
             return self._completions(body, replies)
 
         return await self._chat(request, body, answer)
+
+    async def messages(self, request: Request) -> Response:
+        body = await _body(request, MessagesRequest, fields)
+        chat = body.chat()
+
+        def answer(tokens: Sequence[int], choices: int) -> Answer:
+            return MessageAnswer(
+                self._name,
+                len(tokens),
+                body.max_tokens,
+                self._llm.chat_template.answers(tokens),
+                shows_thoughts=body.shows_thoughts,
+                request_id=request.state.request_id,
+            )
+
+        return await self._chat(request, chat, answer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await _body(request, MessagesRequest, fields)
+        return JSONResponse({"input_tokens": len(await self._prompt(body.chat()))})
 
     async def complete(self, request: Request) -> Response:
         body = await _body(request, CompletionRequest)
@@ -179,10 +201,14 @@ class Service:
             answer: returns the protocol's answer to a prompt of these tokens, of so many choices.
         """
         self._check_choices(body.n)
+        tokens = await self._prompt(body)
+        return await self._generate(request, body, [tokens], partial(answer, tokens))
+
+    async def _prompt(self, body: ChatRequest) -> list[int]:
+        """Returns the tokens of the prompt that the messages of a request make."""
         template = self._llm.chat_template
         thinking = template.thoughts(body.thinking, body.json_schema)
-        tokens = await self._tokenized(template.encode, body.messages, thinking=thinking)
-        return await self._generate(request, body, [tokens], partial(answer, tokens))
+        return await self._tokenized(template.encode, body.messages, thinking=thinking)
 
     async def _generate(
         self,
@@ -227,8 +253,16 @@ class Service:
         )
 
 
-async def _body(request: Request, kind: type[Body]) -> Body:
-    """Returns the body of a request, checked. Raises ApiError, which names the field."""
+async def _body(
+    request: Request,
+    kind: type[Body],
+    fields: Callable[[Mapping[str, Any]], dict[str, Any]] = supported,
+) -> Body:
+    """Returns the body of a request, checked. Raises ApiError, which names the field.
+
+    Args:
+        fields: returns the fields of `kind` among those of the body.
+    """
     try:
         values = json.loads(await request.body())
     except ValueError as error:
@@ -238,7 +272,7 @@ async def _body(request: Request, kind: type[Body]) -> Body:
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", "invalid_json")
     try:
-        return kind.model_validate(supported(values))
+        return kind.model_validate(fields(values))
     except ValidationError as error:
         # Of alternatives, such as the kinds of a prompt, the first one that was tried is named.
         first = error.errors(include_url=False, include_input=False)[0]
@@ -275,14 +309,14 @@ def create_app(
             except ClientGone:
                 return Response(status_code=499)
             except (Exception, asyncio.CancelledError) as error:
-                return error_response(*explained(error))
+                return error_response(request.scope, *explained(error))
 
         return Route(path, guarded, methods=[method])
 
     async def not_found(request: Request, error: HTTPException) -> Response:
         served = ", ".join(one.path for one in routes)
         message = f"{request.method} {request.url.path}: {error.detail}; there are {served}"
-        return error_response(error.status_code, message, "http")
+        return error_response(request.scope, error.status_code, message, "http")
 
     limits = Middleware(
         Limits, api_key=api_key, body_bytes=body_bytes, hosts=hosts, on_answer=metrics.answered
@@ -294,6 +328,8 @@ def create_app(
     routes: list[Route | Mount] = [
         route("/v1/chat/completions", service.chat, "POST"),
         route("/v1/completions", service.complete, "POST"),
+        route("/v1/messages", service.messages, "POST"),
+        route("/v1/messages/count_tokens", service.count_tokens, "POST"),
         route("/v1/models", service.models, "GET"),
         route("/v1/models/{model:path}", service.model, "GET"),
         route("/tokenize", service.tokenize, "POST"),

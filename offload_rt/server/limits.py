@@ -19,6 +19,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """What a client may name its request, to find it again in the answer."""
+REQUEST_ID_HEADERS = (b"x-request-id", b"request-id")
+"""Headers of an answer that name its request: OpenAI's clients read the first one, Anthropic's the second."""
 BODY_TIMEOUT_S = 60.0
 PUBLIC = re.compile("/|/health|/page/.*")
 """Paths that take no key: none tells anything of a user."""
@@ -26,6 +28,8 @@ PUBLIC = re.compile("/|/health|/page/.*")
 
 class Limits:
     """ASGI middleware around the whole server.
+
+    The `state` of a request holds its `request_id`.
 
     Args:
         api_key: what clients must send as a bearer token, or as Anthropic's do; None: nothing.
@@ -64,30 +68,31 @@ class Limits:
         request_id = headers.get("x-request-id", "")
         if not REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 self._on_answer(message["status"])
-                own = (b"x-request-id", request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), own]}
+                own = [(name, request_id.encode()) for name in REQUEST_ID_HEADERS]
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
             await send(message)
 
         refusal = self._refused(scope, headers)
         if refusal is not None:
-            await error_response(*refusal)(scope, receive, counted)
+            await error_response(scope, *refusal)(scope, receive, counted)
             return
         body = bytearray()
         while True:
             try:
                 message = await asyncio.wait_for(receive(), self._body_timeout_s)
             except TimeoutError:
-                await error_response(*self._too_slow())(scope, receive, counted)
+                await error_response(scope, *self._too_slow())(scope, receive, counted)
                 return
             if message["type"] == "http.disconnect":
                 return
             body += message.get("body", b"")
             if len(body) > self._body_bytes:
-                await error_response(*self._too_large())(scope, receive, counted)
+                await error_response(scope, *self._too_large())(scope, receive, counted)
                 return
             if not message.get("more_body"):
                 break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 
 from offload_rt.errors import UsageError
 from offload_rt.sampling.params import SamplingParams, with_changes
+from offload_rt.server.errors import ApiError
 
 MOST_CHOICES = 16
 IGNORED = frozenset(
@@ -210,18 +211,28 @@ class DocumentRequest(BaseModel):
     encoding: StrictStr | None = Field(None, max_length=64)  # Python remembers every unknown name
 
 
-def supported(body: Mapping[str, Any]) -> dict[str, Any]:
+def supported(
+    body: Mapping[str, Any],
+    *,
+    ignored: Collection[str] = IGNORED,
+    unsupported: Collection[str] = UNSUPPORTED,
+) -> dict[str, Any]:
     """Returns a request without the fields that change nothing, and those that are null.
 
+    Args:
+        ignored: fields that change nothing, whatever their value.
+        unsupported: fields that are refused, unless their value asks for nothing.
+
     Raises:
-        UsageError: it asks for something that is not supported; names the field.
+        ApiError: it asks for something that is not supported; names the field.
     """
     values = {}
     for name, value in body.items():
-        if name in UNSUPPORTED:
+        if name in unsupported:
             if value and value not in NEUTRAL.get(name, ()):
-                raise UsageError(f"{name} is not supported by this server: leave it out")
-        elif name in IGNORED or value is None or (name in UNLIMITED and value == -1):
+                message = f"{name} is not supported by this server: leave it out"
+                raise ApiError(400, message, "unsupported_parameter", name)
+        elif name in ignored or value is None or (name in UNLIMITED and value == -1):
             continue
         elif name != "stop" or value != "":
             values[name] = value

@@ -130,7 +130,7 @@ class TextStream:
 
     Attributes:
         text: all text returned so far.
-        stopped: a stop string has occurred; the text before it has been returned.
+        stopped_by: the stop string that has occurred; the text before it has been returned. None: none has.
 
     Raises:
         UsageError: there are stop strings, and no tokenizer.
@@ -146,7 +146,7 @@ class TextStream:
         if stop and tokenizer is None:
             raise UsageError(f"stop string {stop[0]!r}: the model has no tokenizer, so it writes no text")
         self.text = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._special_texts = special_texts
@@ -165,6 +165,11 @@ class TextStream:
             self._open_start = len(self._window)
             ends = range(min(CHARACTER_TOKENS, len(self._window)))
             self._prompt_texts = [self._decode(self._window[: self._open_start - end]) for end in ends]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has occurred."""
+        return self.stopped_by is not None
 
     def push(self, token: int) -> str:
         """Adds a token; returns the text that has become certain, often an empty string."""
@@ -241,8 +246,8 @@ class TextStream:
         text = self._open_text + new
         ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
-            self.stopped = True
-            final = min(ends)[1]
+            end, final = min(ends)
+            self.stopped_by = text[final:end]
             self._open_text = ""
         else:
             final = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)

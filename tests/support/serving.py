@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import uvicorn
+from anthropic import Anthropic
 from openai import AsyncOpenAI, OpenAI
 
 from offload_rt import LLM
@@ -64,6 +65,16 @@ class Served:
 
     def client(self, **options: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=60, **options)
+
+    def anthropic(self) -> Anthropic:
+        """Returns a client that raises an error for an answer that is not as documented."""
+        return Anthropic(
+            base_url=self.address,
+            api_key="none",
+            max_retries=0,
+            timeout=60,
+            _strict_response_validation=True,
+        )
 
     def async_client(self) -> AsyncOpenAI:
         return AsyncOpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=60)

@@ -101,6 +101,8 @@ def test_any_tokenisation_of_a_text_gives_the_text_up_to_the_first_stop_string(
     stream = streamed(BYTE_LEVEL, tokens, stops)
     assert stream.text == until_stop(text, stops)
     assert stream.stopped == any(stop in text for stop in stops)
+    if stream.stopped_by is not None:
+        assert stream.stopped_by in stops and text.startswith(stream.text + stream.stopped_by)
 
 
 @given(tokens=st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=60), stops=STOPS)
