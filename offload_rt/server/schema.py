@@ -76,13 +76,12 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
 
-class GenerationRequest(BaseModel):
-    """The fields that both kinds of completion have."""
+class SampledRequest(BaseModel):
+    """The fields of a request for generated text that all of OpenAI's protocols share."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: StrictStr | None = None
-    max_tokens: StrictInt | None = Field(None, ge=1)
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: StrictInt | None = None
@@ -92,10 +91,16 @@ class GenerationRequest(BaseModel):
     frequency_penalty: Number | None = None
     stop: StrictStr | list[Any] | None = None
     seed: StrictInt | None = None
-    n: StrictInt = Field(1, ge=1, le=MOST_CHOICES)
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: StrictBool | None = None
+
+
+class GenerationRequest(SampledRequest):
+    """The fields that both kinds of completion have."""
+
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    n: StrictInt = Field(1, ge=1, le=MOST_CHOICES)
     response_format: ResponseFormat | None = None
     return_progress: StrictBool = False
 
