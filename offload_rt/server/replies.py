@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 import offload_rt
 from offload_rt.engine.results import FinishReason, TokenEvent
 from offload_rt.server.answers import Answer, Json, Message
+from offload_rt.server.logprobs import TokenEntries
 from offload_rt.server.worker import Finished, PromptProgress, Queued
 from offload_rt.text.thoughts import ThoughtSplitter
-from offload_rt.text.tokenize import REPLACEMENT, TokenTexts
 
 FINISH_REASONS: dict[FinishReason, str] = {"length": "length", "eos": "stop", "stop": "stop"}
 """OpenAI's name of each way in which a generation ends."""
@@ -47,7 +47,7 @@ class Reply(ABC):
         self.finished: Finished | None = None
         self._base = {"id": request_id, "created": int(time.time()), "model": model}
         self._base["system_fingerprint"] = f"offload-rt-{offload_rt.__version__}"
-        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self._entries = TokenEntries(tokenizer)
         self._with_logprobs = with_logprobs
         self._tokens: list[TokenEvent] = []
 
@@ -82,10 +82,6 @@ class Reply(ABC):
     def _finish_reason(self) -> str:
         assert self.finished is not None
         return FINISH_REASONS.get(self.finished.result.finish_reason, "stop")
-
-    def _text_of(self, token: int) -> str:
-        """Returns the text of a single token."""
-        return f"token_id:{token}" if self._texts is None else self._texts[token]
 
 
 class ChatReply(Reply):
@@ -138,16 +134,7 @@ class ChatReply(Reply):
     def _logprobs(self, events: Sequence[TokenEvent]) -> Json | None:
         if not self._with_logprobs:
             return None
-        content = []
-        for event in events:
-            best = [self._entry(*alternative) for alternative in event.alternatives]
-            content.append(self._entry(event.token, event.logprob) | {"top_logprobs": best})
-        return {"content": content}
-
-    def _entry(self, token: int, logprob: float | None) -> Json:
-        text = self._text_of(token)
-        utf8 = None if REPLACEMENT in text else list(text.encode())  # else a part of a character
-        return {"token": text, "logprob": logprob, "bytes": utf8}
+        return {"content": [self._entries.entry(event) for event in events]}
 
 
 class CompletionReply(Reply):
@@ -186,8 +173,8 @@ class CompletionReply(Reply):
             "text_offset": [],
         }
         for event in events:
-            text = self._text_of(event.token)
-            best = {self._text_of(token): logprob for token, logprob in event.alternatives}
+            text = self._entries.text(event.token)
+            best = {self._entries.text(token): logprob for token, logprob in event.alternatives}
             logprobs["tokens"].append(text)
             logprobs["token_logprobs"].append(event.logprob)
             logprobs["top_logprobs"].append(best)
