@@ -208,7 +208,9 @@ class Service:
         """Returns the tokens of the prompt that the messages of a request make."""
         template = self._llm.chat_template
         thinking = template.thoughts(body.thinking, body.json_schema)
-        return await self._tokenized(template.encode, body.messages, thinking=thinking)
+        return await self._tokenized(
+            template.encode, body.messages, thinking=thinking, tools=body.called, effort=body.effort
+        )
 
     async def _generate(
         self,

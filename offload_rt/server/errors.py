@@ -43,7 +43,7 @@ class ApiError(Exception):
 def error_json(status: int, message: str, code: str, param: str | None = None) -> dict[str, object]:
     """Returns the body of an error."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": _sendable(message), "type": kind, "param": param, "code": code}}
+    return {"error": {"message": sendable(message), "type": kind, "param": param, "code": code}}
 
 
 def anthropic_error_json(status: int, message: str, code: str, request_id: str) -> dict[str, object]:
@@ -51,11 +51,11 @@ def anthropic_error_json(status: int, message: str, code: str, request_id: str) 
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     if code == "context_length_exceeded":  # words by which Claude Code knows that it must compact the chat
         message = f"prompt is too long: {message}"
-    error = {"type": kind, "message": _sendable(message)}
+    error = {"type": kind, "message": sendable(message)}
     return {"type": "error", "error": error, "request_id": request_id}
 
 
-def _sendable(message: str) -> str:
+def sendable(message: str) -> str:
     """Returns a message shortened; a request may hold halves of surrogate pairs, and its error name them."""
     return shortened(message).encode(errors="backslashreplace").decode()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from offload_rt.errors import UsageError
 from offload_rt.sampling.params import SamplingParams, with_changes
 from offload_rt.server.errors import ApiError
+from offload_rt.text.tools import Tools
 
 MOST_CHOICES = 16
 IGNORED = frozenset(
@@ -39,6 +41,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "reasoning_effort": ("none",),
 }
 """Values of unsupported fields that ask for nothing, beside null, false, 0, an empty text, list or object."""
+NO_EFFORT = "none"
+"""The `reasoning_effort` of an answer without thoughts."""
 UNLIMITED = ("seed", "max_tokens", "max_completion_tokens", "top_k")
 """Fields whose value -1 asks for nothing: for any seed, and for no limit."""
 
@@ -153,6 +157,10 @@ class ChatRequest(GenerationRequest):
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: StrictStr | dict[str, Any] | None = None
+    parallel_tool_calls: StrictBool | None = None
+    reasoning_effort: StrictStr | None = None
 
     @property
     def alternatives(self) -> int | None:
@@ -163,6 +171,23 @@ class ChatRequest(GenerationRequest):
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @cached_property
+    def called(self) -> Tools | None:
+        """The tools that an answer may call; None: there are none.
+
+        Raises:
+            ApiError: they are not valid; names the field.
+        """
+        try:
+            return Tools.of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        except UsageError as error:  # begins with the name of the field
+            raise ApiError(400, str(error), "invalid_value", str(error).split()[0]) from None
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model is to think, for templates that ask; None: as the template has it."""
+        return None if self.reasoning_effort == NO_EFFORT else self.reasoning_effort
 
     @property
     def thinking(self) -> bool | None:
@@ -176,7 +201,7 @@ class ChatRequest(GenerationRequest):
             if key != "enable_thinking" or not isinstance(value, bool):
                 remedy = "enable_thinking may be true or false"
                 raise UsageError(f"chat_template_kwargs {key}={value!r} is not supported: {remedy}")
-        return options.get("enable_thinking")
+        return options.get("enable_thinking", False if self.reasoning_effort == NO_EFFORT else None)
 
 
 class CompletionRequest(GenerationRequest):
