@@ -23,7 +23,7 @@ from starlette.routing import Mount, Route
 
 from offload_rt.api.llm import LLM
 from offload_rt.errors import UsageError, first_line
-from offload_rt.planning.request import check_positions
+from offload_rt.planning.request import ContextTooLong, check_positions
 from offload_rt.sampling.params import SamplingParams, token_ids
 from offload_rt.server.answering import Answering, ClientGone, explained
 from offload_rt.server.answers import Answer
@@ -34,6 +34,8 @@ from offload_rt.server.messages import MessagesRequest, fields
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.page_files import PageFiles
 from offload_rt.server.replies import ChatReply, CompletionReply, Completions, Reply, new_id
+from offload_rt.server.response_answer import ResponseAnswer
+from offload_rt.server.responses import ResponseRequest, response_fields
 from offload_rt.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -116,6 +118,19 @@ class Service:
 
         prompts = [await self._tokenized(encode, prompt) for prompt in body.prompts]
         return await self._generate(request, body, prompts, answer)
+
+    async def respond(self, request: Request) -> Response:
+        body = await _body(request, ResponseRequest, response_fields)
+        chat = body.chat()
+
+        def answer(tokens: Sequence[int], choices: int) -> Answer:
+            splitter = self._llm.chat_template.answers(tokens, chat.called)
+            return ResponseAnswer(body, self._name, splitter, self._llm.tokenizer)
+
+        try:
+            return await self._chat(request, chat, answer)
+        except ContextTooLong as error:
+            raise ApiError(400, str(error), "context_length_exceeded", "input") from None
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model]})
@@ -332,6 +347,7 @@ def create_app(
         route("/v1/completions", service.complete, "POST"),
         route("/v1/messages", service.messages, "POST"),
         route("/v1/messages/count_tokens", service.count_tokens, "POST"),
+        route("/v1/responses", service.respond, "POST"),
         route("/v1/models", service.models, "GET"),
         route("/v1/models/{model:path}", service.model, "GET"),
         route("/tokenize", service.tokenize, "POST"),

@@ -29,6 +29,7 @@ from offload_rt.server.app import Service, create_app
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.prefixes import PrefixPool
 from offload_rt.server.worker import Worker
+from offload_rt.text.tokenize import TextStream
 from support.small_engine import SIZES
 from support.tiny_models import byte_tokenizer, noisy_copy, tiny_target
 
@@ -172,3 +173,18 @@ def steps_held_after(monkeypatch: pytest.MonkeyPatch, free: int) -> Iterator[Non
             yield
         finally:
             go_on.set()
+
+
+@contextmanager
+def saying(text: str, pieces: int = 3) -> Iterator[None]:
+    """Every answer is `text`, of which each token adds so many characters."""
+
+    def push(stream: TextStream, token: int) -> str:
+        piece = text[len(stream.text) :][:pieces]
+        stream.text += piece
+        stream.stopped = stream.text == text
+        return piece
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextStream, "push", push)
+        yield
