@@ -34,7 +34,7 @@ from offload_rt.server.messages import MessagesRequest, fields
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.page_files import PageFiles
 from offload_rt.server.replies import ChatReply, CompletionReply, Completions, Reply, new_id
-from offload_rt.server.response_answer import ResponseAnswer
+from offload_rt.server.response_answers import ResponseAnswer
 from offload_rt.server.responses import ResponseRequest, response_fields
 from offload_rt.server.schema import (
     ChatRequest,

@@ -34,9 +34,14 @@ def served() -> Iterator[Served]:
         yield one
 
 
+def client(served: Served) -> Any:
+    """A client that raises an error for an answer that is not as documented."""
+    return served.client(_strict_response_validation=True)
+
+
 def create(served: Served, **options: Any) -> Any:
     given: Any = {"model": NAME, "input": QUESTION, "temperature": 0, "max_output_tokens": 12}
-    return served.client().responses.create(**given | options)
+    return client(served).responses.create(**given | options)
 
 
 def events(served: Served, **body: Any) -> list[dict[str, Any]]:
@@ -132,8 +137,7 @@ def test_a_stream_has_an_event_for_everything_that_begins_and_ends(served: Serve
 def test_a_streamed_response_accumulates_to_the_whole_one(served: Served, text: str) -> None:
     with saying(text):
         whole = create(served, tools=[WEATHER], max_output_tokens=200)
-        client: Any = served.client()
-        with client.responses.stream(
+        with client(served).responses.stream(
             model=NAME, input=QUESTION, tools=[WEATHER], max_output_tokens=200, temperature=0
         ) as stream:
             seen = list(stream)

@@ -182,7 +182,7 @@ def saying(text: str, pieces: int = 3) -> Iterator[None]:
     def push(stream: TextStream, token: int) -> str:
         piece = text[len(stream.text) :][:pieces]
         stream.text += piece
-        stream.stopped = stream.text == text
+        stream.stopped_by = "" if stream.text == text else None
         return piece
 
     with pytest.MonkeyPatch.context() as patch:
