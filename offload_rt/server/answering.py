@@ -15,9 +15,10 @@ from offload_rt.planning.request import ContextTooLong
 from offload_rt.server.answers import Answer, Message
 from offload_rt.server.errors import ApiError
 from offload_rt.server.worker import Closing, Event, Job, QueueFull
+from offload_rt.system import clock
 
 KEEP_ALIVE_S = 5.0
-"""Time without an event after which a stream sends a comment, so that no client thinks it dead."""
+"""Time without a message after which a stream says that it waits, so that no client thinks it dead."""
 
 
 class ClientGone(Exception):
@@ -62,12 +63,14 @@ class Answering:
             yield answer.waiting  # so that a client whose turn is late sees that it waits
             for message in answer.begin():
                 yield message.line
+            due = clock.now() + KEEP_ALIVE_S
             while not answer.ended:
-                messages = await self._next(request)
-                if messages is None:
-                    yield answer.waiting
-                for message in messages or ():
-                    yield message.line
+                lines = [message.line for message in await self._next(request, due - clock.now())]
+                if not lines and clock.now() >= due:
+                    lines = [answer.waiting]
+                for line in lines:
+                    yield line
+                    due = clock.now() + KEEP_ALIVE_S
             for message in answer.end():
                 yield message.line
         except ClientGone:
@@ -78,8 +81,11 @@ class Answering:
     def _failed(self, error: BaseException) -> str:
         return self._answer.failed(*explained(error)).line
 
-    async def _next(self, request: Request) -> list[Message] | None:
-        """Returns the messages of the next event; None: there was none for a while.
+    async def _next(self, request: Request, timeout_s: float | None = None) -> list[Message]:
+        """Returns the messages of the next event; none where it has none, or does not come in time.
+
+        Args:
+            timeout_s: time that it may take; None: any time.
 
         Raises:
             ClientGone: the client closed its connection.
@@ -88,14 +94,12 @@ class Answering:
         event = asyncio.create_task(self._events.get())
         disconnection = asyncio.create_task(_disconnected(request))
         try:
-            await asyncio.wait(
-                (event, disconnection), timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((event, disconnection), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if event.done():
                 return self._answer.take(*event.result())
             if disconnection.done():
                 raise ClientGone
-            return None
+            return []
         finally:
             event.cancel()
             disconnection.cancel()

@@ -39,10 +39,7 @@ class Answer(ABC):
 
     Attributes:
         finished: the ends of the choices so far, by their numbers.
-        waiting: the text that a stream sends at once, and where nothing else has happened for a while.
     """
-
-    waiting = ": waiting\n\n"
 
     def __init__(self, choices: int = 1) -> None:
         self._choices = choices
@@ -52,6 +49,11 @@ class Answer(ABC):
     def ended(self) -> bool:
         """Whether all choices have ended."""
         return len(self.finished) == self._choices
+
+    @property
+    def waiting(self) -> str:
+        """The text that a stream sends at once, and where it has had nothing to send for a while."""
+        return ": waiting\n\n"
 
     def take(self, choice: int, event: Event) -> list[Message]:
         """Returns the messages of an event of a choice. Raises the exception that an event is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+import itertools
 import json
 import random
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.requests import Request
 from support.serving import NAME, Served, serving, steps_held_after
 from support.tiny_models import byte_tokenizer, real_text
 
@@ -23,9 +25,10 @@ from offload_rt.api.sessions import SessionFolder
 from offload_rt.commands.serve import LOOPBACK
 from offload_rt.engine.engine import Engine
 from offload_rt.errors import UsageError
+from offload_rt.server.answering import KEEP_ALIVE_S, Answering
 from offload_rt.server.limits import Limits
-from offload_rt.server.replies import ChatReply
-from offload_rt.server.worker import Worker
+from offload_rt.server.replies import ChatReply, Completions
+from offload_rt.server.worker import Closing, PromptProgress, Worker
 from offload_rt.text.thoughts import ThoughtSplitter
 from offload_rt.text.tokenize import TextStream
 
@@ -459,6 +462,28 @@ def test_a_stream_in_the_queue_begins_at_once(monkeypatch: pytest.MonkeyPatch) -
             assert served.worker.running == served.worker.waiting == 1
         assert answer.read().endswith(b"data: [DONE]\n\n")
         assert first.result().choices
+
+
+def test_a_stream_that_reads_a_prompt_says_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress that is not sent keeps no connection open."""
+    seconds = itertools.count(0, KEEP_ALIVE_S)
+    monkeypatch.setattr("offload_rt.system.clock.now", lambda: next(seconds))
+
+    async def connected() -> Any:
+        await asyncio.sleep(60)
+
+    async def lines() -> list[Any]:
+        events = asyncio.Queue[Any]()
+        for done in (1, 2, 3):
+            events.put_nowait((0, PromptProgress(3, 0, done, 0.0)))
+        events.put_nowait((0, Closing()))
+        reply = ChatReply("id", NAME, 0, None, False, thoughts=ThoughtSplitter())
+        answer = Completions([reply], prompts=1, with_usage=False, with_progress=False)
+        stream = await Answering([], answer, events).stream(Request({"type": "http"}, connected))
+        return [line async for line in stream.body_iterator]  # type: ignore[attr-defined]
+
+    *waiting, error = asyncio.run(lines())
+    assert waiting == 4 * [": waiting\n\n"] and "shutting down" in error
 
 
 def test_clients_that_leave_the_queue_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
