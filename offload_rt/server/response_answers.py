@@ -267,6 +267,13 @@ class ResponseAnswer(Answer):
         self._unclear_tokens = self._thought_tokens = 0
         self._response = _described(request) | {"id": _new_id("resp"), "model": model}
 
+    @property
+    def waiting(self) -> str:
+        """A comment before the response has begun, then an event: some clients time out without one."""
+        if not self._events:
+            return super().waiting
+        return self._message(self._lifecycle("in_progress")).line
+
     def begin(self) -> Sequence[Message]:
         return self._messages([self._lifecycle("created"), self._lifecycle("in_progress")])
 
@@ -292,8 +299,7 @@ class ResponseAnswer(Answer):
             self._items[-1].status = "incomplete"
         error = {"code": ERROR_CODES.get(status, "server_error"), "message": sendable(message)}
         self._response["error"] = error
-        (last,) = self._messages([self._lifecycle("failed")])
-        return last
+        return self._message(self._lifecycle("failed"))
 
     def whole(self) -> Json:
         return self._response
@@ -354,12 +360,13 @@ class ResponseAnswer(Answer):
         return Event(status, {"response": dict(self._response)})
 
     def _messages(self, events: Sequence[Event]) -> list[Message]:
-        messages = []
-        for event in events:
-            name = f"response.{event.name}"
-            messages.append(Message({"type": name, "sequence_number": self._events} | event.data, name))
-            self._events += 1
-        return messages
+        return [self._message(event) for event in events]
+
+    def _message(self, event: Event) -> Message:
+        """Returns the message of the next event."""
+        name, number = f"response.{event.name}", self._events
+        self._events += 1
+        return Message({"type": name, "sequence_number": number} | event.data, name)
 
     def _usage(self, finished: Finished) -> Json:
         prompt, cached = finished.result.prompt_tokens, finished.cached

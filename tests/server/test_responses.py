@@ -439,9 +439,12 @@ def test_a_client_that_goes_away_frees_its_turn() -> None:
         assert served.metrics.generated_tokens < 4000
 
 
-def test_a_stream_begins_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_begins_before_its_turn_and_says_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload_rt.server.answering.KEEP_ALIVE_S", 0.01)
     with serving(parallel=1, layers=1) as served, steps_held_after(monkeypatch, 0):
         for _ in range(2):
             stream = create(served, stream=True)
-            assert [next(stream).type for _ in range(2)] == ["response.created", "response.in_progress"]
+            found = [next(stream) for _ in range(4)]
+            assert [one.type for one in found] == ["response.created"] + 3 * ["response.in_progress"]
+            assert [one.sequence_number for one in found] == [0, 1, 2, 3]
             stream.close()
