@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
@@ -34,7 +34,7 @@ from offload_rt.text.answers import AnswerMarks
 from offload_rt.text.call_grammar import call_grammar
 from offload_rt.text.chat import ChatTemplate, Messages, is_messages
 from offload_rt.text.json_grammar import JsonGrammars
-from offload_rt.text.tokenize import decode, encode
+from offload_rt.text.tokenize import decode, encode, encoded
 from offload_rt.text.tools import Tools
 
 GREEDY = SamplingParams()
@@ -112,10 +112,22 @@ class Frontend:
             last: keep this many of the last tokens, and a beginning-of-text token in front of them.
             special: add the special tokens that the tokenizer puts around a text.
         """
+        return encode(self._prompt_tokenizer, text, last, special=special)
+
+    def encoded(self, text: str, *, special: bool = True, most: int | None = None) -> Iterator[list[int]]:
+        """Yields what `encode` returns, in pieces each of which takes a moment.
+
+        Args:
+            most: number of tokens beyond which the caller refuses the text; see `offload_rt.text.pieces`.
+        """
+        return encoded(self._prompt_tokenizer, text, special=special, most=most)
+
+    @property
+    def _prompt_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             name = self.engine.target.name
             raise UsageError(f"model {name} has no tokenizer: give the prompt as token ids")
-        return encode(self.tokenizer, text, last, special=special)
+        return self.tokenizer
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Returns the text of token IDs (also a tensor), without special tokens: what `encode` was given.

@@ -7,10 +7,10 @@ import base64
 import binascii
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
@@ -44,9 +44,11 @@ from offload_rt.server.schema import (
     StreamOptions,
     TokenizeRequest,
     supported,
+    text_length,
 )
 from offload_rt.server.worker import Closing, Event, Job, Worker
 from offload_rt.text.documents import check_encoding, document_text
+from offload_rt.text.pieces import longest_token
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -66,7 +68,8 @@ class Service:
         self._name = name
         self._max_tokens = max_tokens
         self._began = int(time.time())
-        self._tokenizing = asyncio.Lock()  # a tokenizer may not encode in two threads at a time
+        # A tokenizer may not encode in two threads at a time. Requests take turns, piece by piece.
+        self._tokenizing = asyncio.Lock()
 
     # Routes:
 
@@ -102,13 +105,17 @@ class Service:
 
     async def count_tokens(self, request: Request) -> Response:
         body = await _body(request, MessagesRequest, fields)
-        return JSONResponse({"input_tokens": len(await self._prompt(body.chat()))})
+        return JSONResponse({"input_tokens": len(await self._prompt(request, body.chat()))})
 
     async def complete(self, request: Request) -> Response:
         body = await _body(request, CompletionRequest)
         self._check_choices(len(body.prompts) * body.n)
 
-        def encode(prompt: object) -> list[int]:
+        async def encode(prompt: object) -> list[int]:
+            if isinstance(prompt, str) and prompt:
+                self._check_characters(len(prompt))
+                parts = self._llm.encoded(prompt, most=self._positions)
+                prompt = await self._tokenized(request, parts, most=self._positions)
             return self._llm.prompt_ids(prompt if isinstance(prompt, str) else token_ids(prompt))
 
         def answer(choices: int) -> Answer:
@@ -116,7 +123,7 @@ class Service:
             replies = [CompletionReply(*self._base(request_id, body, choice)) for choice in range(choices)]
             return self._completions(body, replies, len(prompts))
 
-        prompts = [await self._tokenized(encode, prompt) for prompt in body.prompts]
+        prompts = [await encode(prompt) for prompt in body.prompts]
         return await self._generate(request, body, prompts, answer)
 
     async def respond(self, request: Request) -> Response:
@@ -141,7 +148,8 @@ class Service:
 
     async def tokenize(self, request: Request) -> Response:
         body = await _body(request, TokenizeRequest)
-        tokens = await self._tokenized(self._llm.encode, body.content, special=body.add_special)
+        parts = self._llm.encoded(body.content, special=body.add_special)
+        tokens = await self._tokenized(request, parts)
         return JSONResponse({"tokens": tokens})
 
     async def document(self, request: Request) -> Response:
@@ -189,11 +197,49 @@ class Service:
             raise ApiError(404, message, "model_not_found", "model")
 
     async def _tokenized(
-        self, encode: Callable[..., list[int]], *arguments: Any, **options: Any
+        self, request: Request, parts: Iterator[list[int]], most: int | None = None
     ) -> list[int]:
-        """Returns the tokens of a prompt; other requests go on meanwhile."""
-        async with self._tokenizing:
-            return await asyncio.to_thread(encode, *arguments, **options)
+        """Returns the tokens of a text that come in parts; other requests have their turns between them.
+
+        Args:
+            most: number of tokens beyond which the text is refused, without reading on; None: no limit.
+
+        Raises:
+            ContextTooLong: there are more.
+            ClientGone: nobody waits for them any more.
+        """
+        tokens = list[int]()
+        while True:
+            async with self._tokenizing:
+                part = await asyncio.to_thread(next, parts, None)
+            if part is None:
+                return tokens
+            tokens += part
+            if most is not None and len(tokens) > most:
+                self._refuse_prompt(f"the prompt has {len(tokens)} tokens or more")
+            if await request.is_disconnected():
+                raise ClientGone
+
+    def _check_characters(self, characters: int) -> None:
+        """Raises ContextTooLong for a text that is too long whatever its tokens are."""
+        longest = self._longest_token
+        if longest is not None and characters > longest * self._positions:
+            least = -(-characters // longest)
+            self._refuse_prompt(f"the prompt has {characters} characters, and so at least {least} tokens")
+
+    def _refuse_prompt(self, size: str) -> NoReturn:
+        target = self._llm.engine.target
+        remedy = f"use at most {self._positions - 1} prompt tokens"
+        raise ContextTooLong(f"{size}, more than the {self._positions} positions of {target.name}: {remedy}")
+
+    @property
+    def _positions(self) -> int:
+        return self._llm.engine.target.max_positions
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        tokenizer = self._llm.tokenizer
+        return None if tokenizer is None else longest_token(tokenizer)
 
     def _check_choices(self, choices: int) -> None:
         """Raises UsageError for a request of more choices than an idle server takes."""
@@ -216,16 +262,23 @@ class Service:
             answer: returns the protocol's answer to a prompt of these tokens, of so many choices.
         """
         self._check_choices(body.n)
-        tokens = await self._prompt(body)
+        tokens = await self._prompt(request, body)
         return await self._generate(request, body, [tokens], partial(answer, tokens))
 
-    async def _prompt(self, body: ChatRequest) -> list[int]:
+    async def _prompt(self, request: Request, body: ChatRequest) -> list[int]:
         """Returns the tokens of the prompt that the messages of a request make."""
         template = self._llm.chat_template
         thinking = template.thoughts(body.thinking, body.json_schema)
-        return await self._tokenized(
-            template.encode, body.messages, thinking=thinking, tools=body.called, effort=body.effort
+        self._check_characters(text_length(body.messages))
+        parts = await asyncio.to_thread(
+            template.encoded,
+            body.messages,
+            thinking=thinking,
+            tools=body.called,
+            effort=body.effort,
+            most=self._positions,
         )
+        return await self._tokenized(request, parts, most=self._positions)
 
     async def _generate(
         self,

@@ -267,3 +267,14 @@ def supported(
         elif name != "stop" or value != "":
             values[name] = value
     return values
+
+
+def text_length(prompt: object) -> int:
+    """Returns the number of characters of a text, or of all contents of messages."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, list):
+        return sum(map(text_length, prompt))
+    if isinstance(prompt, Mapping):
+        return text_length(prompt.get("content")) + text_length(prompt.get("text"))
+    return 0

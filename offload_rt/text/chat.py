@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -13,7 +13,7 @@ from offload_rt.text.answers import AnswerMarks, AnswerSplitter
 from offload_rt.text.chat_forms import Rendering, forms, marked_contents, missing, with_date
 from offload_rt.text.control_tokens import GUARD, ControlTokens
 from offload_rt.text.thoughts import ThoughtSplitter
-from offload_rt.text.tokenize import common_beginning
+from offload_rt.text.tokenize import common_beginning, joined
 from offload_rt.text.tool_messages import Message, checked_calls, checked_result, described, named_results
 from offload_rt.text.tools import Tools
 
@@ -210,9 +210,17 @@ class ChatTemplate:
         Raises:
             UsageError: the messages are not valid, the template fails, or it leaves out what was said last.
         """
-        return self._control.encode(
-            self._guarded(messages, _Settings(answer, thinking, tools, effort, continue_final))
-        )
+        settings = _Settings(answer, thinking, tools, effort, continue_final)
+        return joined(self._control.encoded(self._guarded(messages, settings)))
+
+    def encoded(self, messages: Messages, *, most: int | None = None, **settings: Any) -> Iterator[list[int]]:
+        """Renders messages, and returns an iterator over the pieces of what `encode` returns.
+
+        Args:
+            most: number of tokens beyond which the caller refuses the messages; see `pieces`.
+            settings: those of `encode`.
+        """
+        return self._control.encoded(self._guarded(messages, _Settings(**settings)), most)
 
     def render(
         self,
@@ -359,7 +367,7 @@ class ChatTemplate:
         document = max((chat["content"].strip() for chat in checked), key=len)
         if characters < max(rendered[0].find(document), 0) + len(document):
             self._notice("puts what depends on the question before the document: each question reads it anew")
-        return _common_length([self._control.encode(chat) for chat in guarded])
+        return _common_length([joined(self._control.encoded(chat)) for chat in guarded])
 
     def thoughts(self, thinking: bool | None, json_schema: object) -> bool | None:
         """Returns whether the model shall think, as `encode` takes it.

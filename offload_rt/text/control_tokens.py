@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from offload_rt.text.tokenize import check_unicode, encode
+from offload_rt.text.pieces import can_be_cut, pieces
+from offload_rt.text.tokenize import check_unicode, encoded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,8 +39,7 @@ class ControlTokens:
         control = [token for token in added if token.special or token.content in template]
         self._names = {token.content for token in control}
         self._normalized = [token.content for token in control if token.normalized]
-        self._starts = _starts(self._names)
-        self._starts_in_answers = _starts(self._names.difference(thought_marks))
+        self._names_in_answers = self._names.difference(thought_marks)
 
     def guard(self, content: str, *, answer: bool = False) -> str:
         """Returns the content of a message with the names of control tokens broken by `GUARD`.
@@ -48,8 +48,8 @@ class ControlTokens:
             answer: the model wrote it: marks of thoughts, which templates look for, stay whole.
         """
         content = content.replace(GUARD, "")
-        starts = self._starts_in_answers if answer else self._starts
-        guarded = starts.sub(rf"\g<0>{GUARD}", content)
+        names = _present(self._names_in_answers if answer else self._names, content)
+        guarded = _starts(names).sub(rf"\g<0>{GUARD}", content) if names else content
         if guarded == content and self._emerges(content):
             guarded = re.sub(r"\S", rf"\g<0>{GUARD}", content, count=1)
         return guarded
@@ -61,25 +61,33 @@ class ControlTokens:
         normal = normalizer.normalize_str(content)
         return any(normalizer.normalize_str(name) in normal for name in self._normalized)
 
-    def encode(self, rendered: str) -> list[int]:
-        """Returns the token IDs of a rendered chat whose messages went through `guard`.
+    def encoded(self, rendered: str, most: int | None = None) -> Iterator[list[int]]:
+        """Yields the token IDs of a rendered chat whose messages went through `guard`, in pieces.
 
         A chat without guards is encoded as it is. Otherwise a copy of the tokenizer encodes it, in which
         control tokens have secret names, and only the template's are written with these: so the text around
         a guard is cut into tokens like any other.
 
+        Args:
+            most: number of tokens beyond which the caller refuses the chat; see `pieces`.
+
         Raises:
             UsageError: the text is not valid Unicode.
         """
         if GUARD not in rendered:
-            return encode(self._tokenizer, rendered, special=False)
+            yield from encoded(self._tokenizer, rendered, special=False, most=most)
+            return
         check_unicode(rendered)
         if self._backend is None:  # a tokenizer in Python
-            pieces = rendered.split(GUARD)
-            return [token for piece in pieces for token in encode(self._tokenizer, piece, special=False)]
-        names_or_guards = re.compile(f"{_any_of(self._names)}|{GUARD}")
+            for piece in rendered.split(GUARD):
+                yield from encoded(self._tokenizer, piece, special=False, most=most)
+            return
+        names_or_guards = re.compile(f"{_any_of(_present(self._names, rendered))}|{GUARD}")
         secret = names_or_guards.sub(lambda at: "" if at[0] == GUARD else _secret(at[0]), rendered)
-        tokens: list[int] = self._with_secret_names.encode(secret, add_special_tokens=False).ids
+        yield from pieces(secret, self._encode_secret, cuts=can_be_cut(self._tokenizer), most=most)
+
+    def _encode_secret(self, text: str) -> list[int]:
+        tokens: list[int] = self._with_secret_names.encode(text, add_special_tokens=False).ids
         return tokens
 
     @cached_property
@@ -110,6 +118,11 @@ class ControlTokens:
 def _secret(name: str) -> str:
     """Returns a name that no message can contain, as `guard` removes `GUARD` from it."""
     return GUARD + name[::-1] + GUARD
+
+
+def _present(names: Iterable[str], text: str) -> set[str]:
+    """Returns the names that a text has. A search for each is much faster than a pattern of all."""
+    return {name for name in names if name in text}
 
 
 def _any_of(names: Iterable[str]) -> str:

@@ -6,12 +6,13 @@ import builtins
 import json
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 from offload_rt.errors import UsageError, briefly, first_line
+from offload_rt.text.pieces import PIECE, can_be_cut, pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,11 +32,42 @@ def encode(
     Raises:
         UsageError: the text is not valid Unicode, or the tokenizer's files contradict themselves.
     """
+    tokens = joined(encoded(tokenizer, text, special=special))
+    return tokens if last is None else keep_last(tokens, last, tokenizer)
+
+
+def encoded(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = True, most: int | None = None
+) -> Iterator[list[int]]:
+    """Yields what `encode` returns, in pieces each of which takes a moment.
+
+    Args:
+        most: number of tokens beyond which the caller refuses the text; see `pieces`.
+    """
     check_unicode(text)
+    added = _added(tokenizer) if special else ([], [])
+    if len(text) <= PIECE or added is None:
+        tokens = _tokens(tokenizer, text, special=special)
+        beginning = added[0] if added else []
+        yield tokens[len(beginning) :] if tokens[: 2 * len(beginning)] == 2 * beginning else tokens
+        return
+    beginning, end = added
+    parts = pieces(text, partial(_tokens, tokenizer), cuts=can_be_cut(tokenizer), most=most)
+    for number, part in enumerate(parts):
+        yield part if number or part[: len(beginning)] == beginning else [*beginning, *part]
+    yield end
+
+
+def joined(parts: Iterable[list[int]]) -> list[int]:
+    """Returns the tokens of all pieces."""
+    return list(chain.from_iterable(parts))
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
+    """Returns the tokens of a text, with or without those that the tokenizer puts around it."""
     without = {} if special else {"add_special_tokens": False}
-    # Not verbose: no warning about long prompts.
     try:
-        tokens: list[int] = tokenizer(text, verbose=False, **without)["input_ids"]
+        tokens: list[int] = tokenizer(text, verbose=False, **without)["input_ids"]  # no warning about length
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of Rust, for files that contradict themselves
             raise
@@ -43,11 +75,7 @@ def encode(
             f"the model's tokenizer fails ({first_line(error)}): its tokenizer.json names tokens that it does"
             " not have; download it again"
         ) from None
-    if special:
-        beginning = _added_beginning(tokenizer)
-        if tokens[: 2 * len(beginning)] == 2 * beginning:
-            tokens = tokens[len(beginning) :]
-    return tokens if last is None else keep_last(tokens, last, tokenizer)
+    return tokens
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -66,17 +94,22 @@ def check_unicode(text: str) -> None:
         raise UsageError(f"prompt {briefly(text)}: {wrong}") from None
 
 
-def _added_beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the tokens that the tokenizer puts before a text: none, `<s>`, or several (`[gMASK]<sop>`)."""
-    around: list[int] = tokenizer("a", verbose=False)["input_ids"]
-    alone: list[int] = tokenizer("a", verbose=False, add_special_tokens=False)["input_ids"]
+def _added(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:
+    """Returns the tokens that the tokenizer puts before a text (none, `<s>`, `[gMASK]<sop>`), and behind it.
+
+    None: it does something else to a text, too.
+    """
+    around = _tokens(tokenizer, "a", special=True)
+    alone = _tokens(tokenizer, "a")
     sizes = range(len(around) - len(alone) + 1)
-    return around[: next((size for size in sizes if around[size : size + len(alone)] == alone), 0)]
+    size = next((size for size in sizes if around[size : size + len(alone)] == alone), None)
+    return None if size is None else (around[:size], around[size + len(alone) :])
 
 
 def beginning_tokens(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> int:
     """Returns with how many beginning-of-text tokens a prompt begins."""
-    beginning = [] if tokenizer is None else _added_beginning(tokenizer)
+    added = None if tokenizer is None else _added(tokenizer)
+    beginning = added[0] if added else []
     if not beginning and tokenizer is not None and tokenizer.bos_token_id is not None:
         beginning = [tokenizer.bos_token_id]
     return len(beginning) if [*tokens[: len(beginning)]] == beginning else 0
