@@ -239,7 +239,8 @@ class ChatTemplate:
     def _guarded(self, messages: Messages, settings: _Settings) -> str:
         """Returns rendered messages; `ControlTokens.guard` has broken the control tokens of contents."""
         checked = checked_messages(messages)
-        if settings.thinking is not None and not self._has_switch:
+        unheard = settings.thinking or (settings.thinking is False and self._marks.thoughts.known)
+        if unheard and not self._has_switch:
             self._notice("has no switch for thoughts: the model thinks as it is used to")
         if settings.continue_final:
             return self._continued(checked, settings)

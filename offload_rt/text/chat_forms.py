@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import dropwhile
 from string import ascii_letters
 from typing import Any
 
@@ -30,8 +31,9 @@ class Rendering:
 
 
 def forms(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], str | None]]:
-    """Yields forms of messages that templates take: contents as strings, as lists of parts, without a system
-    message, and calls of tools as `call_forms` yields them; each with a notice."""
+    """Yields forms of messages that templates take: contents as strings, as lists of parts, with a system
+    message only at the beginning or without any, and calls of tools as `call_forms` yields them; each with a
+    notice."""
     for form in call_forms(messages):
         yield from _content_forms(form)
 
@@ -39,7 +41,11 @@ def forms(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], str 
 def _content_forms(messages: list[Message]) -> Iterator[tuple[Sequence[Message], str | None]]:
     yield messages, None
     yield _in_parts(messages), None
-    if folded := _folded(messages):
+    if (early := _system_first(messages)) != messages:
+        notice = "takes a system message only at the beginning: the text of later ones is the user's"
+        yield early, notice
+        yield _in_parts(early), notice
+    if folded := _folded(early):
         notice = "takes no system message: its text is placed before the first user message"
         yield folded, notice
         yield _in_parts(folded), notice
@@ -47,6 +53,25 @@ def _content_forms(messages: list[Message]) -> Iterator[tuple[Sequence[Message],
 
 def _in_parts(messages: Sequence[Message]) -> list[Message]:
     return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+def _system_first(messages: list[Message]) -> list[Message]:
+    """Returns messages in which the user says, in their places, what later system messages say."""
+    turns = list(dropwhile(_of_system, messages))
+    if not any(map(_of_system, turns)):
+        return messages
+    early = messages[: len(messages) - len(turns)]
+    for message in turns:
+        if _of_system(message):
+            message = message | {"role": "user"}
+        if early and early[-1]["role"] == message["role"] == "user":  # roles alternate
+            message = message | {"content": f"{early.pop()['content']}\n\n{message['content']}"}
+        early.append(message)
+    return early
+
+
+def _of_system(message: Message) -> bool:
+    return bool(message["role"] == "system")
 
 
 def _folded(messages: Sequence[Message]) -> list[Message]:

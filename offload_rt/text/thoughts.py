@@ -81,17 +81,19 @@ class ThoughtMarks:
     else that of `<think>`.
 
     Attributes:
+        known: the format is in the chat template or the vocabulary, so that the model is one that thinks.
         special: texts of the special tokens in marks, which texts keep.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
-        self.format, self.special = THINK, dict[int, str]()
+        self.format, self.known, self.special = THINK, False, dict[int, str]()
         if tokenizer is not None:
             template = str(getattr(tokenizer, "chat_template", None) or "")
             written = [form for form in FORMATS if any(mark in template for mark in form.telling)]
             formats = (form for form in FORMATS if all(self.token(mark) is not None for mark in form.telling))
-            self.format = (written or [*formats, THINK])[0]
+            found = written or list(formats)
+            self.format, self.known = (found or [THINK])[0], bool(found)
             self.special = special_texts(tokenizer, self.format.marks)
 
     def token(self, mark: str) -> int | None:

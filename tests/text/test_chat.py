@@ -85,6 +85,7 @@ def test_a_switch_for_thoughts() -> None:
         for _ in range(2):
             prompt = opening.encode([user("hi")], thinking=False)
             assert opening.splitter(prompt).push("a") == ("a", "")
+        ChatTemplate(tokenizer(GEMMA), "gemma", told.append).encode([user("hi")], thinking=False)
     assert told == 2 * [
         "the chat template of r1 has no switch for thoughts: the model thinks as it is used to"
     ]
@@ -102,6 +103,25 @@ def test_a_template_without_system_messages(source: str) -> None:
     ]
     with pytest.raises(UsageError, match="System role not supported|leaves the system message out"):
         template.encode([system("Be brief.")])
+
+
+def test_a_template_that_takes_a_system_message_only_at_the_beginning() -> None:
+    told: list[str] = []
+    source = "{%- for m in messages[1:] if m.role == 'system' %}{{ raise_exception('no') }}{%- endfor %}"
+    template = ChatTemplate(tokenizer(source + QWEN), "m", told.append)
+    answer = {"role": "assistant", "content": "Ahab."}
+    chat = [system("Be brief."), user("Who?"), system("It is late."), answer, system("It is early.")]
+    placed = [system("Be brief."), user("Who?\n\nIt is late."), answer, user("It is early.")]
+    assert template.encode(chat) == template.encode(placed)
+    assert told == [
+        "the chat template of m takes a system message only at the beginning: the text of later ones is the"
+        " user's"
+    ]
+    # Without any system message, what is said later does not change how the prompt begins.
+    folded = ChatTemplate(tokenizer(GEMMA), "m")
+    assert folded.render(chat) == folded.render(
+        [user("Be brief.\n\nWho?\n\nIt is late."), answer, user("It is early.")]
+    )
 
 
 DATED = """
