@@ -96,7 +96,7 @@ class Service:
                 self._name,
                 len(tokens),
                 body.max_tokens,
-                self._llm.chat_template.answers(tokens),
+                self._llm.chat_template.answers(tokens, chat.called),
                 shows_thoughts=body.shows_thoughts,
                 request_id=request.state.request_id,
             )
@@ -276,6 +276,7 @@ class Service:
             thinking=thinking,
             tools=body.called,
             effort=body.effort,
+            continue_final=body.continue_final_message,
             most=self._positions,
         )
         return await self._tokenized(request, parts, most=self._positions)

@@ -26,6 +26,8 @@ fields = partial(supported, ignored=IGNORED, unsupported=UNSUPPORTED)
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """What Claude Code writes at the beginning of its system prompt, for Anthropic's bills: it is no part of the
 prompt, and as it differs in every request, no request would begin like an earlier one."""
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+"""What chat templates know of each effort."""
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """OpenAI's name of each way to choose tools, beside the name of one."""
 EFFECTIVE_TOOL_FIELDS = ("defer_loading", "input_examples")
@@ -50,6 +52,15 @@ class ToolChoice(_Fields):
     type: Literal["auto", "any", "tool", "none"]
     name: StrictStr | None = None
     disable_parallel_tool_use: StrictBool = False
+
+    @property
+    def openai(self) -> str | Json:
+        """The choice in OpenAI's form."""
+        if self.type != "tool":
+            return TOOL_CHOICES[self.type]
+        if self.name is None:
+            raise UsageError("tool_choice of type 'tool' has no name: give that of a tool")
+        return {"type": "function", "function": {"name": self.name}}
 
 
 class OutputFormat(_Fields):
@@ -107,9 +118,17 @@ class MessagesRequest(_Fields):
             UsageError: a message, a tool or an edit of the context is not valid or not supported; names it.
         """
         self._check_edits()
-        system = _system(self.system)
+        messages = chat_messages(self.messages)
+        effort, choice = self.output_config.effort, self.tool_choice
         chat: Json = {
-            "messages": [*system, *chat_messages(self.messages)],
+            "messages": [*_system(self.system), *messages],
+            "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
+            "tools": chat_tools(self.tools),
+            "tool_choice": None if choice is None else choice.openai,
+            "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
+            "reasoning_effort": None if effort is None else EFFORTS[effort],
+            "chat_template_kwargs": self._template_variables,
+            "thinking_budget": None if self.thinking is None else self.thinking.budget_tokens,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -122,8 +141,15 @@ class MessagesRequest(_Fields):
             chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema.content}}
         return ChatRequest.model_validate({name: value for name, value in chat.items() if value is not None})
 
+    @property
+    def _template_variables(self) -> Json:
+        """What the chat template is to know of thoughts; they are off unless they are asked for."""
+        if self.thinking is not None and self.thinking.type == "adaptive":
+            return {}
+        return {"enable_thinking": self.thinking is not None and self.thinking.type == "enabled"}
+
     def _check_edits(self) -> None:
-        """Raises UsageError for another edit than clearing thoughts of earlier turns, as chat templates do."""
+        """Raises UsageError for an edit. Thoughts of earlier turns may be cleared: chat templates do so."""
         edits = () if self.context_management is None else self.context_management.edits
         for number, edit in enumerate(edits):
             kind = edit.get("type") if isinstance(edit, Mapping) else edit

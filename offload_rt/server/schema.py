@@ -134,6 +134,11 @@ class GenerationRequest(SampledRequest):
             raise UsageError("response_format of type json_schema has no json_schema: give one")
         return form.json_schema.content
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that are given."""
+        return {name: value for name in GIVEN if (value := getattr(self, name)) is not None}
+
     def params(self, suggested: SamplingParams, max_tokens: int) -> list[SamplingParams]:
         """Returns the parameters of each choice: the request's, and `suggested` ones for all else.
 
@@ -142,8 +147,9 @@ class GenerationRequest(SampledRequest):
         Raises:
             UsageError: a value is out of range.
         """
-        settings = {name: value for name in GIVEN if (value := getattr(self, name)) is not None}
-        params = with_changes(suggested, settings | {"max_tokens": max_tokens, "logprobs": self.alternatives})
+        params = with_changes(
+            suggested, self.settings | {"max_tokens": max_tokens, "logprobs": self.alternatives}
+        )
         params = params.seeded()
         assert params.seed is not None
         return [replace(params, seed=(params.seed + choice) % 2**63) for choice in range(self.n)]
@@ -161,6 +167,8 @@ class ChatRequest(GenerationRequest):
     tool_choice: StrictStr | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
     reasoning_effort: StrictStr | None = None
+    continue_final_message: StrictBool = False
+    thinking_budget: StrictInt | None = Field(None, ge=0)
 
     @property
     def alternatives(self) -> int | None:
@@ -171,6 +179,11 @@ class ChatRequest(GenerationRequest):
     @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        chat = {"tools": self.called, "thinking_budget": self.thinking_budget}
+        return super().settings | {name: value for name, value in chat.items() if value is not None}
 
     @cached_property
     def called(self) -> Tools | None:

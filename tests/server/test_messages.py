@@ -14,7 +14,8 @@ import httpx2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.serving import NAME, Served, serving, steps_held_after
+from support import claude_code
+from support.serving import NAME, Served, saying, serving, steps_held_after
 from support.tiny_models import real_text
 
 from offload_rt.engine.engine import Engine
@@ -147,8 +148,16 @@ def test_tokens_are_counted(served: Served) -> None:
     assert not served.worker.running
 
 
+def test_a_last_answer_is_continued(served: Served) -> None:
+    messages = [*QUESTION, {"role": "assistant", "content": "He is the "}]
+    prompt = served.llm.chat_template.encode(messages, continue_final=True)
+    message = asked(served, messages=messages)
+    assert text_of(message) == served.llm.generate(prompt, max_tokens=12).text
+    assert message.usage.input_tokens + message.usage.cache_read_input_tokens == len(prompt)
+
+
 TOOLS = checked_tools([{"type": "function", "function": {"name": name}} for name in ("read", "list")])
-CALLS = '<tool_call>\n{"name": "read", "arguments": {"path": "a\u00e9"}}\n</tool_call>'
+CALLS = '<tool_call>\n{"name": "read", "arguments": {"path": "a b"}}\n</tool_call>'
 CALLS += '\n<tool_call>\n{"name": "list", "arguments": {}}\n</tool_call>'
 TEXTS = {
     "": [],
@@ -193,7 +202,7 @@ def test_thoughts_text_and_calls_are_blocks_of_a_message(text: str, data: st.Dat
     blocks = whole["content"]
     assert [block["type"] for block in blocks] == TEXTS[text]
     calls = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
-    assert calls == ([("read", {"path": "aé"}), ("list", {})] if CALLS in text else [])
+    assert calls == ([("read", {"path": "a b"}), ("list", {})] if CALLS in text else [])
     assert len({block["id"] for block in blocks if block["type"] == "tool_use"}) == len(calls)
     assert whole["stop_reason"] == ("tool_use" if calls else "end_turn")
     for block in blocks:
@@ -206,6 +215,71 @@ def test_the_text_of_thoughts_may_be_left_out() -> None:
     assert streamed == whole
     thinking, text = whole["content"]
     assert (thinking["thinking"], text["text"]) == ("", "I see.") and thinking["signature"]
+
+
+def tool(name: str, **options: Any) -> dict[str, Any]:
+    return {"name": name, "description": "A tool.", "input_schema": {"type": "object"}} | options
+
+
+@pytest.mark.parametrize("ask", [asked, streamed])
+def test_tools_are_called_and_their_results_are_read(served: Served, ask: Any) -> None:
+    tools = [tool("read", cache_control={"type": "ephemeral"}), tool("list", type="custom")]
+    options: Any = {"tools": tools, "max_tokens": 400}
+    with saying(f"I look.\n{CALLS}"):
+        message = ask(served, messages=HI, **options)
+    text, *calls = message.content
+    assert text.text == "I look." and message.stop_reason == "tool_use"
+    assert [(call.name, call.input) for call in calls] == [("read", {"path": "a b"}), ("list", {})]
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "x"} for call in calls]
+    messages = [
+        *HI,
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": results},
+    ]
+    with saying("It is x."):
+        answer = ask(served, messages=messages, **options)
+    assert text_of(answer) == "It is x." and answer.stop_reason == "end_turn"
+    with saying(CALLS):  # the model may call none
+        message = ask(served, messages=HI, tool_choice={"type": "none"}, **options)
+    assert text_of(message) == CALLS and message.stop_reason == "end_turn"
+
+
+def test_a_session_of_claude_code(served: Served) -> None:
+    headers = {"anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14"}
+
+    def answer(body: dict[str, Any], text: str) -> tuple[list[Any], dict[str, Any]]:
+        """The content of an answer, and the counts of its tokens."""
+        with saying(text):
+            status, stream, _ = served.call(f"{MESSAGES}?beta=true", body, **headers)
+        assert status == 200, stream
+        content: list[Any] = []
+        for event in events(stream):
+            if event["type"] == "content_block_start":
+                content.append(event["content_block"])
+            elif event["type"] == "content_block_delta":
+                field = next(key for key in event["delta"] if key != "type")
+                content[-1][field] = content[-1].get(field, "") + event["delta"][field]
+            elif event["type"] == "message_delta":
+                usage = event["usage"]
+        for block in content:
+            if "partial_json" in block:
+                block["input"] = json.loads(block.pop("partial_json"))
+        return content, usage
+
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    text = "\n".join([call % ("Read", '{"file_path": "a.txt"}'), call % ("Glob", '{"pattern": "*"}')])
+    content, first = answer(claude_code.question(), f"<think>Hm.</think>{text}")
+    assert [block["type"] for block in content] == ["thinking", "tool_use", "tool_use"]
+    assert content[1]["input"] == {"file_path": "a.txt"}
+    turns = claude_code.results([{"type": "text", "text": "1: Ishmael"}], "no files", calls=content[1:])
+    body = claude_code.question({"role": "assistant", "content": content}, *turns, bill="0aaa9")
+    content, second = answer(body, "Ishmael.")
+    assert content == [{"type": "text", "text": "Ishmael."}]
+    read = first["input_tokens"] + first["cache_read_input_tokens"]
+    assert second["cache_read_input_tokens"] > 0.9 * read  # although what is written for bills differs
+    counted = {name: body[name] for name in ("model", "messages", "system", "tools", "thinking")}
+    count = served.anthropic().messages.count_tokens(**counted).input_tokens
+    assert count == second["input_tokens"] + second["cache_read_input_tokens"]
 
 
 # --------------------------------------------------------------------------------------- requests
@@ -281,6 +355,27 @@ def test_messages_become_those_of_a_chat_completion() -> None:
     ]
 
 
+def test_options_become_those_of_a_chat_completion() -> None:
+    chat = chat_of(
+        messages=HI,
+        tools=[tool("read", strict=True, description=None)],
+        tool_choice={"type": "tool", "name": "read", "disable_parallel_tool_use": True},
+        output_config={"effort": "max", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+    )
+    function = {"name": "read", "strict": True, "parameters": {"type": "object"}}
+    assert chat["tools"] == [{"type": "function", "function": function}]
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "read"}}
+    assert chat["parallel_tool_calls"] is False and chat["reasoning_effort"] == "high"
+    assert chat["chat_template_kwargs"] == {"enable_thinking": True} and chat["thinking_budget"] == 1024
+    choices = {kind: chat_of(messages=HI, tool_choice={"type": kind}) for kind in ("auto", "any", "none")}
+    assert [one["tool_choice"] for one in choices.values()] == ["auto", "required", "none"]
+    assert choices["auto"]["parallel_tool_calls"] is True
+    thinking = [chat_of(messages=HI, thinking={"type": kind}) for kind in ("disabled", "adaptive")]
+    assert [one["chat_template_kwargs"] for one in thinking] == [{"enable_thinking": False}, {}]
+    assert chat_of(messages=HI)["chat_template_kwargs"] == {"enable_thinking": False}
+
+
 @pytest.mark.parametrize("as_blocks", [True, False])
 def test_what_claude_code_writes_for_bills_is_no_part_of_the_prompt(as_blocks: bool) -> None:
     texts = ["x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch=fa690;", "Be brief."]
@@ -312,6 +407,23 @@ REFUSED: list[tuple[Any, str]] = [
     (user(PDF), "messages.0.content.0.source is of type 'base64': only documents of type 'text'"),
     (user(PDF | {"citations": {"enabled": True}}), "messages.0.content.0.citations are not supported"),
     (user({"type": "tool_result"}), "messages.0.content.0.tool_use_id is None: give a text"),
+    ({"messages": HI, "tools": ["read"]}, "tools.0 is 'read': give an object of name"),
+    (
+        {"messages": HI, "tools": [tool("a"), {"type": "web_search_20250305", "name": "web_search"}]},
+        "tools.1 is of type 'web_search_20250305', which is not supported by this server",
+    ),
+    ({"messages": HI, "tools": [tool("a", input_schema=None)]}, "tools.0.input_schema is None"),
+    ({"messages": HI, "tools": [tool("a", defer_loading=True)]}, "tools.0.defer_loading is not supported"),
+    ({"messages": HI, "tools": [tool("a"), tool("a")]}, "'a' is given twice: rename one"),
+    ({"messages": HI, "tool_choice": {"type": "any"}}, "tool_choice 'required' needs tools"),
+    (
+        {"messages": HI, "tools": [tool("a")], "tool_choice": {"type": "tool"}},
+        "has no name: give that of a tool",
+    ),
+    (
+        {"messages": HI, "tools": [tool("a")], "tool_choice": {"type": "tool", "name": "b"}},
+        "tool_choice 'b' is no tool: use none, auto, required, or one of a",
+    ),
     ({"messages": HI, "system": [IMAGE]}, "system.0 is a block of type 'image'"),
     ({"messages": HI, "max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
     ({"messages": HI, "temperatur": 1}, "unknown parameter temperatur"),

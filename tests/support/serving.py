@@ -182,9 +182,9 @@ def saying(text: str, pieces: int = 3) -> Iterator[None]:
     def push(stream: TextStream, token: int) -> str:
         piece = text[len(stream.text) :][:pieces]
         stream.text += piece
-        stream.stopped_by = "" if stream.text == text else None
         return piece
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TextStream, "push", push)
+        patch.setattr(TextStream, "stopped", property(lambda stream: stream.text == text))
         yield
