@@ -30,7 +30,7 @@ from offload_rt.server.answers import Answer
 from offload_rt.server.errors import ApiError, error_response
 from offload_rt.server.limits import Limits
 from offload_rt.server.message_answers import MessageAnswer
-from offload_rt.server.messages import MessagesRequest, fields
+from offload_rt.server.messages import MessagesRequest, message_fields
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.page_files import PageFiles
 from offload_rt.server.replies import ChatReply, CompletionReply, Completions, Reply, new_id
@@ -88,7 +88,7 @@ class Service:
         return await self._chat(request, body, answer)
 
     async def messages(self, request: Request) -> Response:
-        body = await _body(request, MessagesRequest, fields)
+        body = await _body(request, MessagesRequest, message_fields)
         chat = body.chat()
 
         def answer(tokens: Sequence[int], choices: int) -> Answer:
@@ -104,7 +104,7 @@ class Service:
         return await self._chat(request, chat, answer)
 
     async def count_tokens(self, request: Request) -> Response:
-        body = await _body(request, MessagesRequest, fields)
+        body = await _body(request, MessagesRequest, message_fields)
         return JSONResponse({"input_tokens": len(await self._prompt(request, body.chat()))})
 
     async def complete(self, request: Request) -> Response:

@@ -20,7 +20,7 @@ IGNORED = frozenset(
 )
 """Fields that change nothing about an answer here: prefixes are cached without being marked, for example."""
 UNSUPPORTED = frozenset({"container", "mcp_servers", "compaction", "thread"})
-fields = partial(supported, ignored=IGNORED, unsupported=UNSUPPORTED)
+message_fields = partial(supported, ignored=IGNORED, unsupported=UNSUPPORTED)
 """Returns the fields of `MessagesRequest` among those of a body; see `supported`."""
 
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")

@@ -22,7 +22,7 @@ from offload_rt.engine.engine import Engine
 from offload_rt.engine.results import TokenEvent
 from offload_rt.server.limits import Limits
 from offload_rt.server.message_answers import MessageAnswer
-from offload_rt.server.messages import MessagesRequest, fields
+from offload_rt.server.messages import MessagesRequest, message_fields
 from offload_rt.server.worker import Finished, PromptProgress, Queued
 from offload_rt.text.answers import AnswerSplitter
 from offload_rt.text.call_formats import HermesCalls
@@ -244,6 +244,24 @@ def test_tools_are_called_and_their_results_are_read(served: Served, ask: Any) -
     assert text_of(message) == CALLS and message.stop_reason == "end_turn"
 
 
+def test_required_calls_fit_their_schemas(served: Served) -> None:
+    path = {"type": "object", "properties": {"path": {"enum": ["a", "b"]}}, "required": ["path"]}
+    schema = path | {"additionalProperties": False, "$schema": "http://json-schema.org/draft-07/schema#"}
+    tools = [tool("read", input_schema=schema), tool("list", input_schema=schema)]
+    one = {"disable_parallel_tool_use": True}
+    for choice, names in (
+        ({"type": "any"} | one, {"read", "list"}),
+        ({"type": "tool", "name": "list"}, {"list"}),
+    ):
+        options: Any = {"messages": HI, "tools": tools, "tool_choice": choice, "max_tokens": 300}
+        message = asked(served, **options)
+        (call,) = message.content
+        assert call.name in names and call.input in ({"path": "a"}, {"path": "b"})
+        assert message.stop_reason == "tool_use"
+        (again,) = streamed(served, **options).content
+        assert (again.name, again.input) == (call.name, call.input)
+
+
 def test_a_session_of_claude_code(served: Served) -> None:
     headers = {"anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14"}
 
@@ -287,7 +305,7 @@ def test_a_session_of_claude_code(served: Served) -> None:
 
 def chat_of(**body: Any) -> dict[str, Any]:
     """The fields of the chat completion that a request is translated to."""
-    return MessagesRequest.model_validate(fields(body)).chat().model_dump(exclude_unset=True)
+    return MessagesRequest.model_validate(message_fields(body)).chat().model_dump(exclude_unset=True)
 
 
 def messages_of(messages: Sequence[Any], **body: Any) -> list[Any]:
