@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from offload_rt.engine.results import TokenEvent
+from offload_rt.engine.results import PromptScore, TokenEvent
 from offload_rt.server.errors import error_json
 from offload_rt.server.worker import Event, Finished, PromptProgress, Queued
 
@@ -61,6 +61,8 @@ class Answer(ABC):
             raise event
         if isinstance(event, Queued | PromptProgress):
             return self.progress(choice, event)
+        if isinstance(event, PromptScore):
+            return self.scored(choice, event)
         if isinstance(event, TokenEvent):
             return self.token(choice, event)
         self.finished[choice] = event
@@ -72,6 +74,10 @@ class Answer(ABC):
 
     def progress(self, choice: int, event: Queued | PromptProgress) -> list[Message]:
         """Returns the messages of a place in the queue, or of a prompt that is being read."""
+        return []
+
+    def scored(self, choice: int, score: PromptScore) -> list[Message]:
+        """Returns the messages of the prompt's log probabilities, which come before the first token."""
         return []
 
     @abstractmethod

@@ -78,9 +78,9 @@ class Service:
 
         def answer(tokens: Sequence[int], choices: int) -> Answer:
             request_id = new_id("chatcmpl")
-            thoughts = self._llm.chat_template.splitter
+            splitter = partial(self._llm.chat_template.answers, tokens, body.called)
             replies = [
-                ChatReply(*self._base(request_id, body, choice), thoughts=thoughts(tokens))
+                ChatReply(*self._base(request_id, body, choice), splitter=splitter())
                 for choice in range(choices)
             ]
             return self._completions(body, replies)
@@ -120,10 +120,21 @@ class Service:
 
         def answer(choices: int) -> Answer:
             request_id = new_id("cmpl")
-            replies = [CompletionReply(*self._base(request_id, body, choice)) for choice in range(choices)]
+            replies = [
+                CompletionReply(
+                    *self._base(request_id, body, choice),
+                    echo=echoes[choice // body.n],
+                    continues=body.continues,
+                )
+                for choice in range(choices)
+            ]
             return self._completions(body, replies, len(prompts))
 
         prompts = [await encode(prompt) for prompt in body.prompts]
+        echoes: list[str | None] = [None] * len(prompts)
+        if body.echo:
+            both = zip(body.prompts, prompts, strict=True)
+            echoes = [text if isinstance(text, str) else self._text(tokens) for text, tokens in both]
         return await self._generate(request, body, prompts, answer)
 
     async def respond(self, request: Request) -> Response:
@@ -276,7 +287,8 @@ class Service:
             thinking=thinking,
             tools=body.called,
             effort=body.effort,
-            continue_final=body.continue_final_message,
+            answer=body.add_generation_prompt is not False,
+            continue_final=body.continued,
             most=self._positions,
         )
         return await self._tokenized(request, parts, most=self._positions)
@@ -305,14 +317,19 @@ class Service:
         for tokens in prompts:
             for params in body.params(suggested, self._limit(body, tokens)):
                 params = self._llm.checked_params(params)
-                jobs.append(Job(tokens, params, partial(send, len(jobs))))
+                jobs.append(Job(tokens, params, partial(send, len(jobs)), body.scored))
         answering = Answering(jobs, answer(len(jobs)), events)
         self._worker.submit(jobs)
         return await (answering.stream if body.stream else answering.whole)(request)
 
     def _base(self, request_id: str, body: GenerationRequest, choice: int) -> tuple[Any, ...]:
         """Returns what a reply of OpenAI's completions takes first; see `Reply`."""
-        return request_id, self._name, choice, self._llm.tokenizer, body.alternatives is not None
+        name, tokenizer = self._name, self._llm.tokenizer
+        return request_id, name, choice, tokenizer, body.alternatives, body.prompt_logprobs
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of a prompt that was given as token IDs; empty without a tokenizer."""
+        return "" if self._llm.tokenizer is None else self._llm.decode(tokens, special=True)
 
     def _completions(self, body: GenerationRequest, replies: Sequence[Reply], prompts: int = 1) -> Answer:
         options = body.stream_options or StreamOptions()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 from transformers import PreTrainedTokenizerBase
 
-from offload_rt.engine.results import TokenEvent
+from offload_rt.engine.results import PromptScore, TokenEvent
 from offload_rt.server.answers import Json
-from offload_rt.text.tokenize import REPLACEMENT, TokenTexts
+from offload_rt.text.tokenize import TokenTexts
 
 
 class TokenEntries:
-    """Writes single tokens.
+    """Writes the tokens of a text, in their order, so that their texts joined are the text.
+
+    A character of several tokens is the text of the token that completes it; their bytes show each part.
 
     Args:
         tokenizer: None: tokens are written as their IDs.
@@ -18,20 +24,79 @@ class TokenEntries:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def text(self, token: int) -> str:
-        """Returns the text of a token."""
-        return f"token_id:{token}" if self._texts is None else self._texts[token]
+        """Returns the text that the next token adds."""
+        return _id_name(token) if self._texts is None else self._decoder.decode(self._texts.bytes(token))
+
+    def names(self, tokens: Sequence[int]) -> list[str]:
+        """Returns distinct names of different tokens, the likeliest first; see `TokenTexts.names`."""
+        return [_id_name(token) for token in tokens] if self._texts is None else self._texts.names(tokens)
 
     def entry(self, event: TokenEvent) -> Json:
-        """Returns a token with its log probability, and the likeliest tokens in its place."""
-        best = [self._entry(*alternative) for alternative in event.alternatives]
+        """Returns the next token with its log probability, and the likeliest tokens in its place."""
+        before = self._decoder.getstate()
+        best = []
+        for token, logprob in event.alternatives:
+            best.append(self._entry(token, logprob))
+            self._decoder.setstate(before)
         return self._entry(event.token, event.logprob) | {"top_logprobs": best}
 
+    def prompt_entry(self, token: int, logprob: float, rank: int | None) -> Json:
+        """Returns a token of a prompt as vLLM writes it."""
+        name = _id_name(token) if self._texts is None else self._texts[token]
+        return {"logprob": logprob, "rank": rank, "decoded_token": name}
+
     def _entry(self, token: int, logprob: float | None) -> Json:
-        text = self.text(token)
-        utf8 = None if REPLACEMENT in text else list(text.encode())  # else a part of a character
-        return {"token": text, "logprob": logprob, "bytes": utf8}
+        utf8 = None if self._texts is None else list(self._texts.bytes(token))
+        return {"token": self.text(token), "logprob": logprob, "bytes": utf8}
+
+
+def _id_name(token: int) -> str:
+    return f"token_id:{token}"
+
+
+def prompt_logprobs(score: PromptScore, top: int, entries: TokenEntries) -> list[Json | None]:
+    """Returns the log probabilities of a prompt as vLLM writes them: each token, and the likeliest by IDs.
+
+    Args:
+        top: number of likeliest tokens; the token of the prompt is there, too, if it is none of them.
+    """
+    found = list[Json | None]()
+    for token, logprob, best in zip(score.tokens, score.logprobs, score.alternatives, strict=True):
+        if logprob is None:
+            found.append(None)
+            continue
+        ranks = {other: rank for rank, (other, _) in enumerate(best, 1)}
+        shown = dict(best[:top]) | {token: logprob}
+        found.append(
+            {
+                str(other): entries.prompt_entry(other, value, ranks.get(other))
+                for other, value in shown.items()
+            }
+        )
+    return found
+
+
+@dataclass
+class TokenTable:
+    """The tokens of a text as OpenAI's completions write them: lists with an entry for each.
+
+    Attributes:
+        top_logprobs: log probabilities of the likeliest tokens by their names, and of the token itself.
+        text_offset: characters before each token.
+    """
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+
+    def extend(self, other: TokenTable) -> None:
+        """Appends the tokens of another table."""
+        for name, values in vars(other).items():
+            getattr(self, name).extend(values)
 
 
 class TokensOfText:

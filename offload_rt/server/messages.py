@@ -26,8 +26,6 @@ message_fields = partial(supported, ignored=IGNORED, unsupported=UNSUPPORTED)
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """What Claude Code writes at the beginning of its system prompt, for Anthropic's bills: it is no part of the
 prompt, and as it differs in every request, no request would begin like an earlier one."""
-EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-"""What chat templates know of each effort."""
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 """OpenAI's name of each way to choose tools, beside the name of one."""
 EFFECTIVE_TOOL_FIELDS = ("defer_loading", "input_examples")
@@ -119,14 +117,14 @@ class MessagesRequest(_Fields):
         """
         self._check_edits()
         messages = chat_messages(self.messages)
-        effort, choice = self.output_config.effort, self.tool_choice
+        choice = self.tool_choice
         chat: Json = {
             "messages": [*_system(self.system), *messages],
             "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
             "tools": chat_tools(self.tools),
             "tool_choice": None if choice is None else choice.openai,
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
-            "reasoning_effort": None if effort is None else EFFORTS[effort],
+            "reasoning_effort": self.output_config.effort,
             "chat_template_kwargs": self._template_variables,
             "thinking_budget": None if self.thinking is None else self.thinking.budget_tokens,
             "max_tokens": self.max_tokens,

@@ -85,6 +85,10 @@ class PrefixPool:
         while self._llm.engine.store.used_bytes > self._limit and self._evict(keep=prefix):
             pass
 
+    def make_room(self, tokens: int, new_tokens: int) -> None:
+        """Gives prefixes up until memory has room for a sequence that shares none of them."""
+        self._make_room(tokens, new_tokens, None, 0)
+
     def _make_room(self, tokens: int, new_tokens: int, prefix: KVPrefix | None, length: int) -> None:
         """Gives other prefixes up until memory has room for a sequence that begins with `length` of one."""
         shared_tokens = 0 if prefix is None else prefix.shared_tokens(length)

@@ -6,16 +6,24 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 import offload_rt
-from offload_rt.engine.results import FinishReason, TokenEvent
+from offload_rt.engine.results import Alternatives, FinishReason, PromptScore, TokenEvent
 from offload_rt.server.answers import Answer, Json, Message
-from offload_rt.server.logprobs import TokenEntries
+from offload_rt.server.logprobs import TokenEntries, TokensOfText, TokenTable, prompt_logprobs
 from offload_rt.server.worker import Finished, PromptProgress, Queued
-from offload_rt.text.thoughts import ThoughtSplitter
+from offload_rt.text.answers import (
+    AnswerPart,
+    AnswerSplitter,
+    CallArguments,
+    CallBegin,
+    Content,
+    Thought,
+)
 
 FINISH_REASONS: dict[FinishReason, str] = {"length": "length", "eos": "stop", "stop": "stop"}
 """OpenAI's name of each way in which a generation ends."""
@@ -26,7 +34,8 @@ class Reply(ABC):
 
     Args:
         request_id: the same for all choices of an answer.
-        with_logprobs: the log probabilities of tokens were asked for.
+        alternatives: number of alternatives whose log probabilities come with each token's; None: none do.
+        prompt_alternatives: the same of the prompt's tokens, as vLLM writes them.
 
     Attributes:
         finished: the end of the generation, once it has come.
@@ -41,19 +50,33 @@ class Reply(ABC):
         model: str,
         index: int,
         tokenizer: PreTrainedTokenizerBase | None,
-        with_logprobs: bool,
+        alternatives: int | None,
+        prompt_alternatives: int | None = None,
     ) -> None:
         self.index = index
         self.finished: Finished | None = None
         self._base = {"id": request_id, "created": int(time.time()), "model": model}
         self._base["system_fingerprint"] = f"offload-rt-{offload_rt.__version__}"
         self._entries = TokenEntries(tokenizer)
-        self._with_logprobs = with_logprobs
-        self._tokens: list[TokenEvent] = []
+        self._alternatives = alternatives
+        self._prompt_alternatives = prompt_alternatives
+        self._score: PromptScore | None = None
+
+    def scored(self, score: PromptScore) -> list[Json]:
+        """Takes the scores of the prompt; returns the chunks that they make."""
+        self._score = score
+        if self._prompt_alternatives is None:
+            return []
+        return [self.chunk([], prompt_logprobs=self._prompt_logprobs)]
+
+    @property
+    def _prompt_logprobs(self) -> list[Json | None]:
+        assert self._score is not None and self._prompt_alternatives is not None
+        return prompt_logprobs(self._score, self._prompt_alternatives, self._entries)
 
     @abstractmethod
-    def token(self, event: TokenEvent) -> Json | None:
-        """Returns the chunk of a token; None where it adds nothing that is sent."""
+    def token(self, event: TokenEvent) -> list[Json]:
+        """Returns the chunks of a token."""
 
     @abstractmethod
     def finish(self, finished: Finished) -> list[Json]:
@@ -79,108 +102,182 @@ class Reply(ABC):
         return self.chunk([], prompt_progress=progress | {"time_ms": round(event.ms)})
 
     @property
+    def new_tokens(self) -> int:
+        """Number of tokens of the choice, once it has ended."""
+        assert self.finished is not None
+        return len(self.finished.result.tokens)
+
+    @property
     def _finish_reason(self) -> str:
         assert self.finished is not None
         return FINISH_REASONS.get(self.finished.result.finish_reason, "stop")
 
 
 class ChatReply(Reply):
-    """A chat completion; the thoughts of a thinking model come apart, as `reasoning_content`."""
+    """A chat completion: its content, the thoughts before it (`reasoning_content`) and the calls of tools.
+
+    The log probabilities are those of the content's tokens.
+    """
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, *base: Any, thoughts: ThoughtSplitter) -> None:
+    def __init__(self, *base: Any, splitter: AnswerSplitter) -> None:
         super().__init__(*base)
-        self._split = thoughts
-        self._parts = {"reasoning_content": "", "content": ""}
+        self._splitter = splitter
+        self._tokens = TokensOfText()
+        self._thoughts = self._content = ""
+        self._calls: list[Json] = []
+        self._logprobs: list[Json] = []
         self._begun = False
 
-    def token(self, event: TokenEvent) -> Json | None:
-        self._tokens.append(event)
-        return self._delta(*self._split.push(event.text), [event])
+    def token(self, event: TokenEvent) -> list[Json]:
+        if self._alternatives is not None:
+            self._tokens.push(event)
+        begun = self._begin()
+        return begun + [self._part(part) for part in self._splitter.push(event.text)]
 
     def finish(self, finished: Finished) -> list[Json]:
         self.finished = finished
-        last = self._delta(*self._split.finish(), [])
-        ended = {"index": self.index, "delta": {}, "logprobs": None, "finish_reason": self._finish_reason}
-        return [*([last] if last else []), self.chunk([ended])]
-
-    def _delta(self, thoughts: str, answer: str, events: Sequence[TokenEvent]) -> Json | None:
-        new = {"reasoning_content": thoughts, "content": answer}
-        delta: Json = {name: text for name, text in new.items() if text}
-        for name, text in delta.items():
-            self._parts[name] += text
-        if not self._begun:
-            delta, self._begun = {"role": "assistant", "content": ""} | delta, True
-        if not delta and not (self._with_logprobs and events):
-            return None
-        logprobs = self._logprobs(events)
-        return self.chunk(
-            [{"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}]
-        )
+        chunks = self._begin() + [self._part(part) for part in self._splitter.finish()]
+        return [*chunks, self._chunk({}, reason=self._finish_reason)]
 
     def choice(self) -> Json:
-        message: Json = {"role": "assistant"} | self._parts
-        if not message["reasoning_content"]:
-            del message["reasoning_content"]
-        return {
-            "index": self.index,
-            "message": message,
-            "logprobs": self._logprobs(self._tokens),
-            "finish_reason": self._finish_reason,
-        }
+        message: Json = {"role": "assistant", "content": self._content}
+        if self._thoughts:
+            message["reasoning_content"] = self._thoughts
+        if self._calls:
+            message |= {"content": self._content or None, "tool_calls": self._calls}
+        logprobs = None if self._alternatives is None else {"content": self._logprobs}
+        choice = {"index": self.index, "message": message, "logprobs": logprobs}
+        return choice | {"finish_reason": self._finish_reason}
 
-    def _logprobs(self, events: Sequence[TokenEvent]) -> Json | None:
-        if not self._with_logprobs:
-            return None
-        return {"content": [self._entries.entry(event) for event in events]}
+    def whole(self, choices: Sequence[Json], **fields: object) -> Json:
+        if self._score is not None:
+            fields["prompt_logprobs"] = self._prompt_logprobs
+        return super().whole(choices, **fields)
+
+    @property
+    def _finish_reason(self) -> str:
+        reason = super()._finish_reason
+        return "tool_calls" if self._calls and reason == "stop" else reason
+
+    def _begin(self) -> list[Json]:
+        """Returns the chunk with the role, once."""
+        begun, self._begun = self._begun, True
+        return [] if begun else [self._chunk({"role": "assistant", "content": ""})]
+
+    def _part(self, part: AnswerPart) -> Json:
+        """Returns the chunk of a part of the answer."""
+        match part:
+            case Thought(text):
+                self._thoughts += text
+                return self._chunk({"reasoning_content": text})
+            case Content(text):
+                self._content += text
+                if self._alternatives is None:
+                    return self._chunk({"content": text})
+                new = [self._entries.entry(event) for event in self._tokens.take(text)]
+                self._logprobs += new
+                return self._chunk({"content": text}, {"content": new})
+            case CallBegin(index, name):
+                call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+                self._calls.append(call | {"function": {"name": name, "arguments": ""}})
+                function = {"name": name, "arguments": ""}
+                return self._chunk({"tool_calls": [{"index": index} | call | {"function": function}]})
+            case CallArguments(index, text):
+                self._calls[index]["function"]["arguments"] += text
+                return self._chunk({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+
+    def _chunk(self, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
+        choice = {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self.chunk([choice])
 
 
 class CompletionReply(Reply):
-    """A completion of a text."""
+    """A completion of a text.
+
+    Args:
+        echo: the text of the prompt, which comes first; None: it does not.
+        continues: text is generated behind the prompt. Otherwise the token is left out with which every
+            sequence begins.
+    """
 
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, *base: Any) -> None:
+    def __init__(self, *base: Any, echo: str | None = None, continues: bool = True) -> None:
         super().__init__(*base)
-        self._offset = 0  # characters of the tokens whose log probabilities were given
+        self._echo = echo
+        self._continues = continues
+        self._text = ""
+        self._logprobs = TokenTable()
+        self._offset = 0  # characters of the tokens so far
 
-    def token(self, event: TokenEvent) -> Json | None:
-        self._tokens.append(event)
-        if not event.text and not self._with_logprobs:
-            return None
-        return self.chunk([self._choice(event.text, [event], None)])
+    def token(self, event: TokenEvent) -> list[Json]:
+        chunks = self._echoed()
+        if not self._continues or (not event.text and self._alternatives is None):
+            return chunks
+        table = self._table([event.token], [event.logprob], [event.alternatives])
+        return [*chunks, self._chunk(event.text, table)]
 
     def finish(self, finished: Finished) -> list[Json]:
         self.finished = finished
-        return [self.chunk([self._choice("", [], self._finish_reason)])]
+        return [*self._echoed(), self._chunk("", TokenTable(), self._finish_reason)]
 
     def choice(self) -> Json:
-        assert self.finished is not None
-        self._offset = 0
-        return self._choice(self.finished.result.text, self._tokens, self._finish_reason)
+        choice = self._choice(self._text, self._logprobs, self._finish_reason)
+        if self._prompt_alternatives is not None:
+            choice["prompt_logprobs"] = self._prompt_logprobs
+        return choice
 
-    def _choice(self, text: str, events: Sequence[TokenEvent], reason: str | None) -> Json:
-        logprobs = self._logprobs(events) if self._with_logprobs else None
-        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    @property
+    def new_tokens(self) -> int:
+        return super().new_tokens if self._continues else 0
 
-    def _logprobs(self, events: Sequence[TokenEvent]) -> Json:
-        logprobs: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
-        for event in events:
-            text = self._entries.text(event.token)
-            best = {self._entries.text(token): logprob for token, logprob in event.alternatives}
-            logprobs["tokens"].append(text)
-            logprobs["token_logprobs"].append(event.logprob)
-            logprobs["top_logprobs"].append(best)
-            logprobs["text_offset"].append(self._offset)
+    @property
+    def _finish_reason(self) -> str:
+        return super()._finish_reason if self._continues else "length"
+
+    def _echoed(self) -> list[Json]:
+        """Returns the chunk with the prompt, once, with the log probabilities of its tokens."""
+        echo, self._echo = self._echo, None
+        if echo is None:
+            return []
+        table, score = TokenTable(), self._score
+        if score is not None and self._alternatives is not None:
+            table = self._table(score.tokens, score.logprobs, score.alternatives)
+            self._offset = len(echo)
+        return [self._chunk(echo, table)]
+
+    def _table(
+        self, tokens: Sequence[int], logprobs: Sequence[float | None], likeliest: Sequence[Alternatives]
+    ) -> TokenTable:
+        """Returns the next tokens with their log probabilities."""
+        table = TokenTable()
+        if self._alternatives is None:
+            return table
+        texts = [self._entries.text(token) for token in tokens]
+        for token, text, logprob, best in zip(tokens, texts, logprobs, likeliest, strict=True):
+            table.tokens.append(text)
+            table.token_logprobs.append(logprob)
+            table.text_offset.append(self._offset)
             self._offset += len(text)
-        return logprobs
+            if logprob is None:
+                table.top_logprobs.append(None)
+                continue
+            shown = dict(best[: self._alternatives]) | {token: logprob}
+            names = self._entries.names(list(shown))
+            table.top_logprobs.append(dict(zip(names, shown.values(), strict=True)))
+        return table
+
+    def _chunk(self, text: str, table: TokenTable, reason: str | None = None) -> Json:
+        self._text += text
+        self._logprobs.extend(table)
+        return self.chunk([self._choice(text, table, reason)])
+
+    def _choice(self, text: str, table: TokenTable, reason: str | None) -> Json:
+        logprobs = None if self._alternatives is None else asdict(table)
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 class Completions(Answer):
@@ -205,9 +302,11 @@ class Completions(Answer):
     def progress(self, choice: int, event: Queued | PromptProgress) -> list[Message]:
         return [Message(self._replies[choice].progress(event))] if self._with_progress else []
 
+    def scored(self, choice: int, score: PromptScore) -> list[Message]:
+        return [Message(chunk) for chunk in self._replies[choice].scored(score)]
+
     def token(self, choice: int, event: TokenEvent) -> list[Message]:
-        chunk = self._replies[choice].token(event)
-        return [] if chunk is None else [Message(chunk)]
+        return [Message(chunk) for chunk in self._replies[choice].token(event)]
 
     def finish(self, choice: int, finished: Finished) -> list[Message]:
         *chunks, last = self._replies[choice].finish(finished)
@@ -223,7 +322,9 @@ class Completions(Answer):
 
     @property
     def _usage(self) -> Json:
-        return usage([self.finished[choice] for choice in sorted(self.finished)], self._prompts)
+        finished = [self.finished[choice] for choice in sorted(self.finished)]
+        new_tokens = sum(self._replies[choice].new_tokens for choice in self.finished)
+        return usage(finished, self._prompts, new_tokens)
 
     def _timings(self) -> Json:
         return {"timings": timings(self.finished[0])} if len(self._replies) == 1 else {}
@@ -234,7 +335,7 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-def usage(finished: Sequence[Finished], prompts: int = 1) -> Json:
+def usage(finished: Sequence[Finished], prompts: int, completion_tokens: int) -> Json:
     """Returns the token counts of all choices.
 
     Args:
@@ -242,7 +343,6 @@ def usage(finished: Sequence[Finished], prompts: int = 1) -> Json:
     """
     firsts = finished[:: max(1, len(finished) // prompts)]
     prompt_tokens = sum(choice.result.prompt_tokens for choice in firsts)
-    completion_tokens = sum(len(choice.result.tokens) for choice in finished)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

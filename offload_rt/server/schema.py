@@ -7,42 +7,54 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
-from offload_rt.errors import UsageError
-from offload_rt.sampling.params import SamplingParams, with_changes
+from offload_rt.errors import UsageError, briefly
+from offload_rt.sampling.params import MOST_ALTERNATIVES, SamplingParams, with_changes
 from offload_rt.server.errors import ApiError
 from offload_rt.text.tools import Tools
 
 MOST_CHOICES = 16
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-    | {"prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls", "cache_prompt"}
-    | {"timings_per_token"}
+    | {"prompt_cache_options", "prompt_cache_retention", "cache_prompt", "timings_per_token"}
 )
 """OpenAI's and llama.cpp's fields that change nothing about an answer here."""
 UNSUPPORTED = frozenset(
-    {
-        "tools",
-        "tool_choice",
-        "functions",
-        "function_call",
-        "logit_bias",
-        "audio",
-        "modalities",
-    }
-    | {"prediction", "moderation", "reasoning_effort", "verbosity", "web_search_options", "best_of", "echo"}
-    | {"suffix", "json_schema", "grammar", "guided_json", "guided_regex", "min_tokens", "stop_token_ids"}
+    {"functions", "function_call", "logit_bias", "audio", "modalities", "prediction", "moderation"}
+    | {"verbosity", "web_search_options", "best_of", "suffix", "json_schema", "grammar", "guided_json"}
+    | {"guided_regex", "min_tokens", "stop_token_ids"}
 )
+REMEDIES = {
+    "functions": "give them in tools",
+    "function_call": "give it in tool_choice",
+    "json_schema": "give it in response_format",
+    "guided_json": "give it in response_format",
+}
+"""What to do about an unsupported field, other than to leave it out."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "best_of": (1,),
-    "reasoning_effort": ("none",),
+    "function_call": ("none", "auto"),
+    "verbosity": ("medium",),
 }
 """Values of unsupported fields that ask for nothing, beside null, false, 0, an empty text, list or object."""
 NO_EFFORT = "none"
 """The `reasoning_effort` of an answer without thoughts."""
+EFFORTS = {
+    NO_EFFORT: None,
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
+"""What chat templates know of each `reasoning_effort`; None: nothing."""
+BUDGETS = ("thinking_budget", "thinking_budget_tokens")
+"""Names of the most tokens of thoughts: Qwen's, and llama.cpp's."""
+SWITCHES = ("enable_thinking", "thinking")
+"""Names by which chat templates are told whether the model shall think."""
 UNLIMITED = ("seed", "max_tokens", "max_completion_tokens", "top_k")
 """Fields whose value -1 asks for nothing: for any seed, and for no limit."""
 
@@ -107,6 +119,12 @@ class GenerationRequest(SampledRequest):
     n: StrictInt = Field(1, ge=1, le=MOST_CHOICES)
     response_format: ResponseFormat | None = None
     return_progress: StrictBool = False
+    prompt_logprobs: StrictInt | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+
+    @property
+    def scored(self) -> int | None:
+        """Number of alternatives that are asked for with each token of the prompt; None: it is not scored."""
+        return self.prompt_logprobs
 
     @property
     def alternatives(self) -> int | None:
@@ -161,14 +179,16 @@ class ChatRequest(GenerationRequest):
     messages: list[Any]
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
     logprobs: StrictBool | None = None
-    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
-    reasoning_effort: StrictStr | None = None
-    continue_final_message: StrictBool = False
-    thinking_budget: StrictInt | None = Field(None, ge=0)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    enable_thinking: StrictBool | None = None
+    thinking_budget: StrictInt | None = Field(None, ge=0, validation_alias=AliasChoices(*BUDGETS))
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
 
     @property
     def alternatives(self) -> int | None:
@@ -182,7 +202,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def settings(self) -> dict[str, Any]:
-        chat = {"tools": self.called, "thinking_budget": self.thinking_budget}
+        chat = {"tools": self.called, "thinking_budget": self.budget}
         return super().settings | {name: value for name, value in chat.items() if value is not None}
 
     @cached_property
@@ -198,34 +218,96 @@ class ChatRequest(GenerationRequest):
             raise ApiError(400, str(error), "invalid_value", str(error).split()[0]) from None
 
     @property
+    def continued(self) -> bool:
+        """Whether the last message is the beginning of the answer, as it is by default if it is an answer.
+
+        Raises:
+            ApiError: an answer is to be continued and to be begun.
+        """
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt are both true: set one of them"
+            raise ApiError(400, message, "invalid_value", "continue_final_message")
+        if self.continue_final_message is not None or self.add_generation_prompt:
+            return bool(self.continue_final_message)
+        last = self.messages[-1] if self.messages else None
+        return isinstance(last, Mapping) and last.get("role") == "assistant" and not last.get("tool_calls")
+
+    @property
     def effort(self) -> str | None:
         """How much the model is to think, for templates that ask; None: as the template has it."""
-        return None if self.reasoning_effort == NO_EFFORT else self.reasoning_effort
+        return EFFORTS[self._template_variables.get("reasoning_effort") or NO_EFFORT]
+
+    @property
+    def budget(self) -> int | None:
+        """Most tokens of thoughts; None: any number."""
+        budget: int | None = self._template_variables.get("thinking_budget")
+        return budget
 
     @property
     def thinking(self) -> bool | None:
-        """Returns whether the model is to think before it answers; None: as its chat template has it.
+        """Whether the model is to think before it answers; None: as its chat template has it."""
+        variables = self._template_variables
+        given = [value for name in SWITCHES if (value := variables.get(name)) is not None]
+        return given[0] if given else False if variables.get("reasoning_effort") == NO_EFFORT else None
+
+    @cached_property
+    def _template_variables(self) -> dict[str, Any]:
+        """What is said of thoughts, by the names of the chat template's variables.
 
         Raises:
-            UsageError: `chat_template_kwargs` has another key, or another value than true or false.
+            ApiError: `chat_template_kwargs` has another key, or a value of the wrong kind.
         """
-        options = self.chat_template_kwargs or {}
-        for key, value in options.items():
-            if key != "enable_thinking" or not isinstance(value, bool):
-                remedy = "enable_thinking may be true or false"
-                raise UsageError(f"chat_template_kwargs {key}={value!r} is not supported: {remedy}")
-        return options.get("enable_thinking", False if self.reasoning_effort == NO_EFFORT else None)
+        names = ("reasoning_effort", "enable_thinking", "thinking_budget")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for key, value in (self.chat_template_kwargs or {}).items():
+            if key in SWITCHES:
+                valid, remedy = isinstance(value, bool), "use true or false"
+            elif key == "reasoning_effort":
+                valid, remedy = value in EFFORTS, f"use {', '.join(EFFORTS)}"
+            elif key == "thinking_budget":
+                valid, remedy = type(value) is int and value >= 0, "use 0 or more"
+            else:
+                known = ", ".join((*SWITCHES, "reasoning_effort", "thinking_budget"))
+                valid, remedy = False, f"use {known}, or leave it out"
+            if not valid:
+                message = f"chat_template_kwargs {key}={briefly(value)} is not supported: {remedy}"
+                raise ApiError(400, message, "invalid_value", "chat_template_kwargs")
+            given.setdefault(key, value)
+        return given
 
 
 class CompletionRequest(GenerationRequest):
     """The body of a request for a completion of a text or of token IDs."""
 
     prompt: StrictStr | list[Any]
-    logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    max_tokens: StrictInt | None = Field(None, ge=0)
+    logprobs: StrictInt | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    echo: StrictBool = False
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def scored(self) -> int | None:
+        wanted = (self.logprobs if self.echo else None, self.prompt_logprobs)
+        return max((count for count in wanted if count is not None), default=None)
+
+    @property
+    def continues(self) -> bool:
+        """Whether text is generated behind the prompt.
+
+        Raises:
+            ApiError: neither text nor anything about the prompt is asked for.
+        """
+        if self.max_tokens == 0 and not self.echo and self.scored is None:
+            message = "max_tokens 0 generates nothing: use 1 or more, or add echo or prompt_logprobs"
+            raise ApiError(400, message, "invalid_value", "max_tokens")
+        return self.max_tokens != 0
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.continues else 1
 
     @property
     def prompts(self) -> list[Any]:
@@ -273,7 +355,7 @@ def supported(
     for name, value in body.items():
         if name in unsupported:
             if value and value not in NEUTRAL.get(name, ()):
-                message = f"{name} is not supported by this server: leave it out"
+                message = f"{name} is not supported by this server: {REMEDIES.get(name, 'leave it out')}"
                 raise ApiError(400, message, "unsupported_parameter", name)
         elif name in ignored or value is None or (name in UNLIMITED and value == -1):
             continue

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from offload_rt.api.llm import LLM
 from offload_rt.engine.output import OutputProcessor, step
-from offload_rt.engine.results import GenerationResult, TokenEvent
+from offload_rt.engine.results import GenerationResult, PromptScore, TokenEvent
+from offload_rt.engine.scoring import PromptScorer
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError, first_line
 from offload_rt.sampling.params import SamplingParams
@@ -64,7 +65,7 @@ class Finished:
     cached: int
 
 
-Event = Queued | PromptProgress | TokenEvent | Finished | Exception
+Event = Queued | PromptProgress | PromptScore | TokenEvent | Finished | Exception
 
 
 class QueueFull(Exception):
@@ -87,12 +88,15 @@ class Job:
         params: with a seed.
         send: called in the worker's thread with each event; the last one is `Finished` or an exception,
             unless the job was cancelled.
+        scored: number of likeliest tokens that the log probabilities of the prompt come with; None: it is not
+            scored.
         cancelled: the client has gone away; set by any thread.
     """
 
     tokens: list[int]
     params: SamplingParams
     send: Callable[[Event], object]
+    scored: int | None = None
     cancelled: bool = False
     cached: int = field(default=0, init=False)
 
@@ -103,12 +107,14 @@ class Reading:
 
     Attributes:
         started: when its turn came.
+        scorer: scores the prompt; None: nobody asked for it.
         rate: tokens that were read per second, of the newest piece.
     """
 
     job: Job
     sequence: TokenSequence
     started: float
+    scorer: PromptScorer | None = None
     rate: float = 0.0
 
     def known(self, tokens: Sequence[int]) -> bool:
@@ -273,13 +279,19 @@ class Worker:
         """Opens the sequence of a job behind the longest cached prefix; `_read` reads the rest."""
         started = clock.now()
         try:
-            prefix, job.cached = self._prefixes.prepare(job.tokens, job.params.max_tokens)
+            scorer = None
+            if job.scored is None:
+                prefix, job.cached = self._prefixes.prepare(job.tokens, job.params.max_tokens)
+            else:  # all of the prompt is read, as nothing is known of the likelihood of cached tokens
+                prefix, job.cached = None, 0
+                self._prefixes.make_room(len(job.tokens), job.params.max_tokens)
+                scorer = PromptScorer(self._llm.engine.target, job.tokens, job.scored)
             job.send(PromptProgress(len(job.tokens), job.cached, job.cached, 0.0))
             sequences = self._parallel - len(self._running) - len(self._reading)
             sequence = self._llm.engine.start(
-                job.tokens, job.params.max_tokens, sequences=sequences, prefix=prefix
+                job.tokens, job.params.max_tokens, sequences=sequences, prefix=prefix, scorer=scorer
             )
-            self._reading.append(Reading(job, sequence, started))
+            self._reading.append(Reading(job, sequence, started, scorer))
         except Exception as error:
             if isinstance(error, UsageError) and self.running > 1:  # there may be room once one has ended
                 self._full = True
@@ -323,6 +335,8 @@ class Worker:
         llm, engine, job, sequence = self._llm, self._llm.engine, reading.job, reading.sequence
         # Kept at once, so that requests that come meanwhile share it.
         self._prefixes.add(engine.snapshot(sequence))
+        if reading.scorer is not None:
+            job.send(reading.scorer.score())
         engine.begin(sequence, sequence.plan, llm.continuation(job.params, job.tokens))
         output = llm.output(sequence, job.params, 0)
         self._reading.remove(reading)

@@ -29,6 +29,7 @@ from offload_rt.server.answering import KEEP_ALIVE_S, Answering
 from offload_rt.server.limits import Limits
 from offload_rt.server.replies import ChatReply, Completions
 from offload_rt.server.worker import Closing, PromptProgress, Worker
+from offload_rt.text.answers import AnswerSplitter
 from offload_rt.text.thoughts import ThoughtSplitter
 from offload_rt.text.tokenize import TextStream
 
@@ -68,11 +69,11 @@ def test_answers_are_those_of_the_api(served: Served) -> None:
     for question in QUESTIONS:
         text = expected(served.llm, question)
         whole = asked(served, question)
-        assert whole.choices[0].message.content == text.lstrip()
+        assert whole.choices[0].message.content == text
         assert whole.choices[0].finish_reason == "length" and whole.usage.completion_tokens == 12
         options = {"include_usage": True}
         chunks = list(asked(served, question, stream=True, stream_options=options))
-        assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == text.lstrip()
+        assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == text
         assert [one.choices[0].finish_reason for one in chunks if one.choices][-1] == "length"
         assert chunks[-1].usage.completion_tokens == 12 and not chunks[-1].choices
         assert {one.id for one in chunks} == {chunks[0].id}
@@ -120,7 +121,7 @@ def test_choices_share_a_prompt_and_have_seeds_of_their_own(served: Served) -> N
 def test_log_probabilities(served: Served) -> None:
     made = asked(served, QUESTIONS[0], logprobs=True, top_logprobs=2, max_tokens=5)
     content = made.choices[0].logprobs.content
-    assert "".join(one.token for one in content).lstrip() == made.choices[0].message.content
+    assert "".join(one.token for one in content) == made.choices[0].message.content
     for one in content:  # greedy: the token is the most likely one
         assert one.top_logprobs[0].token == one.token and one.top_logprobs[0].logprob == one.logprob
         assert one.logprob > one.top_logprobs[1].logprob
@@ -131,14 +132,27 @@ def test_log_probabilities(served: Served) -> None:
     plain = client.completions.create(model=NAME, prompt="abc", max_tokens=3, logprobs=1, temperature=0)
     found = plain.choices[0].logprobs
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 3
-    assert found.text_offset == [0, 1, 2]
+    assert found.text_offset == [0, 1, 2] and "".join(found.tokens) == plain.choices[0].text
+    assert all(
+        max(top, key=top.get) == token for top, token in zip(found.top_logprobs, found.tokens, strict=True)
+    )
 
 
-def test_a_part_of_a_character_has_no_bytes() -> None:
-    reply = ChatReply("id", NAME, 0, byte_tokenizer(), True, thoughts=ThoughtSplitter())
-    chunks = [reply.token(TokenEvent(token, "", False, -1.0)) for token in (ord("a"), 0xC3)]
-    entries = [one["choices"][0]["logprobs"]["content"][0] for one in chunks if one is not None]
-    assert [one["bytes"] for one in entries] == [[ord("a")], None]
+def test_tokens_join_to_the_content_and_have_bytes_of_their_own() -> None:
+    text = "    def f():  # naïve 🐋"
+    reply = ChatReply("id", NAME, 0, byte_tokenizer(), 1, splitter=AnswerSplitter(ThoughtSplitter()))
+    stream = TextStream(byte_tokenizer())
+    chunks = [
+        chunk
+        for token in text.encode()
+        for chunk in reply.token(TokenEvent(token, stream.push(token), False, -1.0, ((token, -1.0),)))
+    ]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    entries = [entry for one in choices if one["logprobs"] for entry in one["logprobs"]["content"]]
+    assert "".join(one["delta"].get("content", "") for one in choices) == text
+    assert "".join(entry["token"] for entry in entries) == text
+    assert bytes(byte for entry in entries for byte in entry["bytes"]) == text.encode()
+    assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries)
 
 
 def test_progress_and_timings_as_llamacpp_has_them(served: Served) -> None:
@@ -191,7 +205,7 @@ def test_two_clients_ask_about_one_book_and_its_kv_exists_once() -> None:
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
             patch.setattr(Engine, "step", watched)
             answers = list(pool.map(lambda question: asked(served, question), QUESTIONS))
-        assert [one.choices[0].message.content for one in answers] == [text.lstrip() for text in texts]
+        assert [one.choices[0].message.content for one in answers] == texts
         book = len(BOOK) * store.layout.token_bytes
         assert book < most < 1.2 * book  # while both ran
         served.idle()
@@ -257,7 +271,7 @@ def test_a_client_that_goes_away_frees_its_turn() -> None:
                 connection.getresponse().readline()
             served.wait_until(lambda: served.worker.running == 1)
             connection.close()
-            assert asked(served, QUESTIONS[0]).choices[0].message.content == text.lstrip()
+            assert asked(served, QUESTIONS[0]).choices[0].message.content == text
             served.idle()
         assert served.metrics.generated_tokens < 4000
 
@@ -268,7 +282,7 @@ def test_fifty_clients_of_which_some_go_away() -> None:
     with serving(config="lookup", layers=1) as served:
         chance = random.Random(1)
         books = [BOOK[: 300 + 10 * number] for number in range(5)]
-        texts = [served.llm.chat(about("Who?", book), max_tokens=12).text.lstrip() for book in books]
+        texts = [served.llm.chat(about("Who?", book), max_tokens=12).text for book in books]
 
         async def one(client: openai.AsyncOpenAI, number: int, leaves: bool) -> str | None:
             await asyncio.sleep(0.01 * (number % 7))
@@ -350,9 +364,11 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (CHAT, [], 400, "must be a JSON object"),
     (CHAT, {}, 400, "messages: Field required"),
     (CHAT, {"messages": []}, 400, "messages"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "message 1 has the role 'tool'"),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, 400, "message 1 has the role 'robot'"),
     (CHAT, {"messages": HI, "model": "gpt-5"}, 404, "model 'gpt-5' is not served here: use 'tiny'"),
-    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, 400, "tools is not supported"),
+    (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, 400, "tools[0].function is None"),
+    (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice 'required' needs tools"),
+    (CHAT, {"messages": HI, "functions": [{}]}, 400, "functions is not supported by this server: give them"),
     (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format.type: "),
     (CHAT, {"messages": HI, "response_format": {"type": "json_schema"}}, 400, "has no json_schema: give one"),
     (CHAT, {"messages": HI, "response_format": json_schema({"type": "nope"})}, 400, "Invalid type: nope"),
@@ -379,7 +395,18 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/chat/completions", {}, 404, "/chat/completions: Not Found; there are /v1/chat/completions, "),
     ("/v1/models", {}, 405, "Method Not Allowed"),
     (CHAT, {"messages": HI, "min_tokens": 3}, 400, "min_tokens is not supported"),
-    (CHAT, {"messages": HI, "reasoning_effort": "high"}, 400, "reasoning_effort is not supported"),
+    (CHAT, {"messages": HI, "reasoning_effort": "huge"}, 400, "reasoning_effort: Input should be 'none'"),
+    (CHAT, {"messages": HI, "thinking_budget": -1}, 400, "thinking_budget: "),
+    (CHAT, {"messages": HI, "chat_template_kwargs": {"thinking_budget": True}}, 400, "use 0 or more"),
+    (CHAT, {"messages": HI, "continue_final_message": True}, 400, "the last message has the role user"),
+    (
+        CHAT,
+        {"messages": HI, "continue_final_message": True, "add_generation_prompt": True},
+        400,
+        "continue_final_message and add_generation_prompt are both true",
+    ),
+    (COMPLETION, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens 0 generates nothing"),
+    (COMPLETION, {"prompt": "x", "prompt_logprobs": 21}, 400, "prompt_logprobs: "),
     (CHAT, {"messages": HI, "seed": -2}, 400, "seed"),
 ]
 
@@ -477,7 +504,7 @@ def test_a_stream_that_reads_a_prompt_says_that_it_waits(monkeypatch: pytest.Mon
         for done in (1, 2, 3):
             events.put_nowait((0, PromptProgress(3, 0, done, 0.0)))
         events.put_nowait((0, Closing()))
-        reply = ChatReply("id", NAME, 0, None, False, thoughts=ThoughtSplitter())
+        reply = ChatReply("id", NAME, 0, None, None, splitter=AnswerSplitter(ThoughtSplitter()))
         answer = Completions([reply], prompts=1, with_usage=False, with_progress=False)
         stream = await Answering([], answer, events).stream(Request({"type": "http"}, connected))
         return [line async for line in stream.body_iterator]  # type: ignore[attr-defined]
