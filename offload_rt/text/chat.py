@@ -44,8 +44,9 @@ def checked_messages(messages: object) -> list[Message]:
         messages: mappings of `role` (system, which may be called developer, user, assistant or tool) and
             `content`: a str, or OpenAI's list of parts `{"type": "text", "text": …}`; that of an answer may
             be None. An answer may have `tool_calls` in OpenAI's form, with arguments as JSON text or a dict;
+            and its thoughts as `reasoning_content`, which most templates show only behind the last question;
             the result of a call has the role tool, `tool_call_id` and perhaps `name`. Other keys are not
-            read, such as the `name` of a participant or the `reasoning_content` of an answer.
+            read, such as the `name` of a participant.
 
     Raises:
         UsageError: names the number of the message, from 1, and what is wrong with it.
@@ -79,6 +80,10 @@ def _checked(place: str, message: object) -> Message:
         if role != "assistant":
             raise UsageError(f"{place} has tool_calls and the role {role}: only the assistant calls tools")
         checked["tool_calls"] = checked_calls(place, calls)
+    if role == "assistant" and (thoughts := message.get("reasoning_content")):
+        if not isinstance(thoughts, str):
+            raise UsageError(f"{place} has the reasoning_content {briefly(thoughts)}: give a text (str)")
+        checked["reasoning_content"] = thoughts
     return checked | (checked_result(place, message) if role == "tool" else {})
 
 
@@ -262,7 +267,7 @@ class ChatTemplate:
             if content and at >= 0 and not thoughts.strip():  # the content has thoughts of its own
                 prompt = prompt[:at]
             return prompt + content
-        messages = [*before, {"role": "assistant", "content": PLACE}]
+        messages = [*before, last | {"content": PLACE}]
         rendered, place, _ = self._rendered(messages, replace(settings, answer=False)).rpartition(PLACE)
         assert place, "what a template leaves out was refused"
         return rendered + content

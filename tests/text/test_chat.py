@@ -261,8 +261,18 @@ def test_roles_and_keys_of_other_programs() -> None:
 
 def test_an_answer_with_its_thoughts_may_be_given_back() -> None:
     answer = {"role": "assistant", "content": "a"}
-    given: list[object] = [answer | {"reasoning_content": "b", "tool_calls": [], "refusal": None}]
-    assert checked_messages(given) == [answer]
+    thought = answer | {"reasoning_content": "b <s>"}
+    assert checked_messages([thought | {"tool_calls": [], "refusal": None}]) == [thought]
+    assert checked_messages([answer | {"reasoning_content": None}]) == [answer]
+    with pytest.raises(UsageError, match="message 1 has the reasoning_content 1: give a text"):
+        checked_messages([answer | {"reasoning_content": 1}])
+    thinking = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
+    template = ChatTemplate(tokenizer(thinking, bos_token="<s>"), "m")
+    assert template.render([user("q"), thought, user("r")]) == "[]q[b <s>]a[]r"
+    ids = template.encode([user("q"), thought])
+    assert len(ids) == len("[]q[b <s>]a"), "control tokens in thoughts are text"
+    continued = template.render([user("q"), thought], continue_final=True)
+    assert continued == "[]q[b <s>]a"
 
 
 def test_where_a_question_stands() -> None:
