@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from offload_rt.engine.results import GenerationResult, TokenEvent
 from offload_rt.server.answers import Answer, Json, Message
 from offload_rt.server.errors import anthropic_error_json
+from offload_rt.server.messages import SIGNATURE
 from offload_rt.server.worker import Finished, PromptProgress, Queued
 from offload_rt.text.answers import AnswerPart, AnswerSplitter, CallArguments, CallBegin, Content, Thought
 
@@ -19,8 +20,6 @@ DELTAS = {
     "partial_json": "input_json_delta",
 }
 """Types of the deltas of a block, by the field that they bring."""
-SIGNATURE = "offload-rt"
-"""What thoughts are signed with. Clients send thoughts back only if they are signed; nothing is verified."""
 
 
 class MessageAnswer(Answer):
@@ -59,6 +58,7 @@ class MessageAnswer(Answer):
         self._blocks = list[Json]()
         self._open = False  # the last block may grow
         self._arguments = ""  # of the call in the last block, as far as they have come
+        self._unseen = ""  # thoughts of the last block that are not shown
 
     def progress(self, choice: int, event: Queued | PromptProgress) -> list[Message]:
         """Returns the beginning of the message, once it is known how much of the prompt was cached."""
@@ -114,7 +114,10 @@ class MessageAnswer(Answer):
     def _part(self, part: AnswerPart) -> list[Message]:
         match part:
             case Thought(text):
-                return self._grow("thinking", text if self._shows_thoughts else "", signature="")
+                if self._shows_thoughts:
+                    return self._grow("thinking", text, signature="")
+                self._unseen += text
+                return self._grow("thinking", "", signature="")
             case Content(text):
                 return self._grow("text", text)
             case CallBegin(_, name):
@@ -152,8 +155,8 @@ class MessageAnswer(Answer):
         self._open = False
         block, messages = self._blocks[-1], list[Message]()
         if block["type"] == "thinking":
-            block["signature"] = SIGNATURE
-            messages.append(self._delta("signature", SIGNATURE))
+            block["signature"], self._unseen = SIGNATURE + self._unseen, ""
+            messages.append(self._delta("signature", block["signature"]))
         elif block["type"] == "tool_use" and self._arguments:
             block["input"] = json.loads(self._arguments)
         return [*messages, self._of_block("content_block_stop")]

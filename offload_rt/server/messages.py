@@ -23,6 +23,8 @@ UNSUPPORTED = frozenset({"container", "mcp_servers", "compaction", "thread"})
 message_fields = partial(supported, ignored=IGNORED, unsupported=UNSUPPORTED)
 """Returns the fields of `MessagesRequest` among those of a body; see `supported`."""
 
+SIGNATURE = "offload-rt thoughts: "
+"""What thoughts are signed with, as clients send only signed ones back; unseen ones follow it."""
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """What Claude Code writes at the beginning of its system prompt, for Anthropic's bills: it is no part of the
 prompt, and as it differs in every request, no request would begin like an earlier one."""
@@ -186,7 +188,7 @@ def chat_messages(messages: Sequence[object]) -> list[Json]:
                 chat.append(new)
     for message in chat:
         if thoughts := message.get("reasoning_content"):
-            message["reasoning_content"] = "\n".join(thoughts)
+            message["reasoning_content"] = "\n".join(filter(None, thoughts))
     return chat
 
 
@@ -212,7 +214,7 @@ def _assistant_turn(blocks: Blocks) -> Iterator[Json]:
     texts, thoughts, calls = list[str](), list[str](), list[Json]()
     for place, block in blocks:
         if block["type"] == "thinking":
-            thoughts.append(_string(f"{place}.thinking", block.get("thinking")))
+            thoughts.append(_thoughts(place, block))
         elif block["type"] == "tool_use":
             calls.append(_tool_use(place, block))
         elif block["type"] != "redacted_thinking":
@@ -235,6 +237,14 @@ TURNS: Mapping[str, Callable[[Blocks], Iterator[Json]]] = {
 
 def _message(role: str, texts: Sequence[str]) -> Json:
     return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+
+
+def _thoughts(place: str, block: Mapping[str, Any]) -> str:
+    """Returns thoughts; where they were not shown, their signature holds them if it is one from here."""
+    signature = block.get("signature")
+    signed = isinstance(signature, str) and signature.startswith(SIGNATURE)
+    unseen = str(signature).removeprefix(SIGNATURE) if signed else ""
+    return _string(f"{place}.thinking", block.get("thinking")) or unseen
 
 
 def _tool_use(place: str, block: Mapping[str, Any]) -> Json:

@@ -214,7 +214,14 @@ def test_the_text_of_thoughts_may_be_left_out() -> None:
     whole, streamed = written("<think>Hm.</think>I see.", [8, 9], shows_thoughts=False)
     assert streamed == whole
     thinking, text = whole["content"]
-    assert (thinking["thinking"], text["text"]) == ("", "I see.") and thinking["signature"]
+    assert (thinking["thinking"], text["text"]) == ("", "I see.")
+    # The model sees them again when the client hands the block back; thoughts of another server it does not.
+    foreign = {"type": "thinking", "thinking": "", "signature": "EqQBCgIYAhIM"}
+    messages = [*HI, {"role": "assistant", "content": [foreign, *whole["content"]]}, *HI]
+    assert messages_of(messages)[1]["reasoning_content"] == "Hm."
+    body = {"type": "enabled", "display": "omitted", "budget_tokens": 1024}
+    asking = MessagesRequest.model_validate({"messages": HI, "thinking": body})
+    assert not asking.shows_thoughts
 
 
 def tool(name: str, **options: Any) -> dict[str, Any]:
