@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
@@ -151,7 +152,8 @@ class Service:
             raise ApiError(400, str(error), "context_length_exceeded", "input") from None
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model]})
+        ends = {"first_id": self._name, "last_id": self._name, "has_more": False}
+        return JSONResponse({"object": "list", "data": [self._model]} | ends)
 
     async def model(self, request: Request) -> Response:
         self._check_model(request.path_params["model"])
@@ -198,8 +200,20 @@ class Service:
 
     @property
     def _model(self) -> dict[str, object]:
-        model = {"id": self._name, "object": "model", "created": self._began, "owned_by": "offload-rt"}
-        return model | {"max_model_len": self._llm.engine.target.max_positions}
+        """The model as OpenAI's clients, vLLM's and Anthropic's read it."""
+        positions = self._llm.engine.target.max_positions
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "offload-rt",
+            "max_model_len": positions,
+            "type": "model",
+            "display_name": self._name,
+            "created_at": datetime.fromtimestamp(self._began, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": positions,
+        }
 
     def _check_model(self, name: str | None) -> None:
         """Raises ApiError for another model than the one that is served; None: any."""

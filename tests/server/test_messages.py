@@ -156,6 +156,12 @@ def test_a_last_answer_is_continued(served: Served) -> None:
     assert message.usage.input_tokens + message.usage.cache_read_input_tokens == len(prompt)
 
 
+def test_the_model_is_listed(served: Served) -> None:
+    client = served.anthropic()
+    (model,) = client.models.list()
+    assert (model.id, model.max_input_tokens) == (NAME, 8192) and model == client.models.retrieve(NAME)
+
+
 TOOLS = checked_tools([{"type": "function", "function": {"name": name}} for name in ("read", "list")])
 CALLS = '<tool_call>\n{"name": "read", "arguments": {"path": "a b"}}\n</tool_call>'
 CALLS += '\n<tool_call>\n{"name": "list", "arguments": {}}\n</tool_call>'
