@@ -258,7 +258,7 @@ class ResponseAnswer(Answer):
     ) -> None:
         super().__init__()
         self._request = request
-        self._callees = request.callees
+        self._callees = {callee.function: callee for callee, _ in request.functions}
         self._splitter = splitter
         self._entries = TokenEntries(tokenizer)
         self._tokens = TokensOfText() if request.with_logprobs else None

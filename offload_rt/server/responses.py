@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
@@ -120,14 +121,14 @@ class ResponseRequest(SampledRequest):
         """Whether thoughts are asked for as their summary."""
         return bool(self.reasoning.summary or self.reasoning.generate_summary)
 
-    @property
-    def callees(self) -> dict[str, Callee]:
-        """The tools by the names under which the model sees them.
+    @cached_property
+    def functions(self) -> list[tuple[Callee, Json]]:
+        """The tools, each with the function that the model sees.
 
         Raises:
             ApiError: a tool is not valid or not supported; names it.
         """
-        return {callee.function: callee for callee, _ in _tools("tools", self.tools)}
+        return _tools("tools", self.tools)
 
     def chat(self) -> ChatRequest:
         """Returns the request for a chat completion with the same answer.
@@ -171,17 +172,14 @@ class ResponseRequest(SampledRequest):
 
     def _chosen(self) -> tuple[list[Json], str | Json]:
         """Returns the tools that may be called, as functions, and the choice among them."""
-        tools = _tools("tools", self.tools)
-        choice = self.tool_choice
+        functions, choice = [function for _, function in self.functions], self.tool_choice
         if isinstance(choice, str):
-            return [function for _, function in tools], choice
-        kind = choice.get("type")
-        if kind == "allowed_tools":
+            return functions, choice
+        if choice.get("type") == "allowed_tools":
             allowed = [_named("tool_choice.tools", tool) for tool in _list(choice, "tool_choice", "tools")]
-            chosen = [function for callee, function in tools if callee.function in allowed]
+            chosen = [function for callee, function in self.functions if callee.function in allowed]
             return chosen, str(choice.get("mode", "auto"))
-        name = _named("tool_choice", choice)
-        return [function for _, function in tools], {"type": "function", "function": {"name": name}}
+        return functions, {"type": "function", "function": {"name": _named("tool_choice", choice)}}
 
 
 def response_fields(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,7 +224,7 @@ def _tools(
             callee = Callee(_name(here, tool), namespace, kind == "custom")
             found.append((callee, _function(here, callee, tool, about)))
         else:
-            remedy = "this server runs no tools, and takes those of type function, custom and namespace"
+            remedy = "turn it off in the client; this server takes the types function, custom and namespace"
             raise _refused(f"{here}.type", f"{here} of type {briefly(kind)} is not supported: {remedy}")
     return found
 

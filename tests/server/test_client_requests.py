@@ -1,7 +1,8 @@
 """Requests in the form in which programs send them, with all their fields, are answered.
 
-They follow the sources of Codex 0.16x (codex-rs/codex-api), Zed (crates/open_ai), Open WebUI
-(backend/open_webui/routers/openai.py) and Continue (core/llm/openaiTypeConverters.ts).
+Those of Codex are as version 0.171 was seen to send them, with the tool `apply_patch` that it gives to models it
+knows. The others follow the sources of Zed (crates/open_ai), Open WebUI (backend/open_webui/routers/openai.py)
+and Continue (core/llm/openaiTypeConverters.ts).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def function(name: str, strict: bool | None = None, **properties: str) -> dict[s
 CODEX_TOOLS: list[Any] = [
     function("exec_command", strict=False, cmd="string"),
     function("write_stdin", strict=False, session_id="number", chars="string"),
-    function("update_plan", strict=False, plan="array"),
+    function("request_user_input", strict=False, questions="array"),
     {
         "type": "custom",
         "name": "apply_patch",
@@ -63,30 +64,28 @@ CODEX_TOOLS: list[Any] = [
     function("view_image", strict=False, path="string"),
     {
         "type": "namespace",
-        "name": "mcp__docs__",
-        "description": "Tools in the mcp__docs__ namespace.",
-        "tools": [function("search", strict=False, query="string")],
+        "name": "multi_agent_v1",
+        "description": "Tools for spawning and managing sub-agents.",
+        "tools": [function("spawn_agent", strict=False, task="string"), function("wait_agent", strict=False)],
     },
 ]
 CODEX: dict[str, Any] = {
     "model": NAME,
-    "instructions": "You are Codex, a coding agent.",
     "input": [
-        item("developer", "<permissions instructions>Ask first.</permissions instructions>"),
-        item("user", "# AGENTS.md instructions for /repo\n\nRun the tests."),
-        item("user", "<environment_context>\n  <cwd>/repo</cwd>\n</environment_context>"),
-        item("user", "Fix the test."),
+        item("developer", "You are a coding agent running in the Codex CLI.", id="msg_1"),
+        item("developer", "<skills_instructions>\n## Skills\n</skills_instructions>", id="msg_2"),
+        item("user", "<environment_context>\n  <cwd>/repo</cwd>\n</environment_context>", id="msg_3"),
+        item("user", "Fix the test.", id="msg_4"),
     ],
     "tools": CODEX_TOOLS,
     "tool_choice": "auto",
-    "parallel_tool_calls": False,
-    "reasoning": {"effort": "medium", "summary": "auto"},
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
     "store": False,
     "stream": True,
     "include": ["reasoning.encrypted_content"],
-    "service_tier": "priority",
-    "prompt_cache_key": "019a5e0c-3d1b-7f00-8000-000000000001",
-    "client_metadata": {"x-codex-turn-metadata": '{"turn_id":"t1"}'},
+    "prompt_cache_key": "01a22867-691c-7ab3-9749-24b49caac817",
+    "client_metadata": {"turn_id": "t1", "x-codex-turn-metadata": '{"request_kind":"turn"}'},
 }
 CALL = (
     '<think>Look first.</think><tool_call>{"name": "exec_command", "arguments": {"cmd": "make"}}</tool_call>'
@@ -109,8 +108,13 @@ def test_codex_calls_a_tool_and_answers(served: Served) -> None:
     turn = [
         *CODEX["input"],
         {key: thoughts[key] for key in kept} | {"content": None},
-        {key: call[key] for key in ("type", "name", "arguments", "call_id")},
-        {"type": "function_call_output", "call_id": call["call_id"], "output": "Exit code: 0\nOutput:\nok"},
+        {key: call[key] for key in ("type", "status", "id", "name", "arguments", "call_id")},
+        {
+            "type": "function_call_output",
+            "id": "fco_1",
+            "call_id": call["call_id"],
+            "output": "Process exited with code 0\nOutput:\nok",
+        },
     ]
     found = stream(served, RESPONSES, CODEX | {"input": turn}, "It passes.")
     (last,) = [one["item"] for one in found if one["type"] == "response.output_item.done"]
@@ -120,10 +124,10 @@ def test_codex_calls_a_tool_and_answers(served: Served) -> None:
 
 
 def test_codex_reads_the_parts_of_a_result_and_the_calls_of_other_tools(served: Served) -> None:
-    namespaced = {"type": "function_call", "namespace": "mcp__docs__", "name": "search", "call_id": "c1"}
+    named = {"type": "function_call", "namespace": "multi_agent_v1", "name": "spawn_agent", "call_id": "c1"}
     turn = [
         *CODEX["input"],
-        namespaced | {"arguments": '{"query":"x"}'},
+        named | {"arguments": '{"task":"x"}'},
         {
             "type": "function_call_output",
             "call_id": "c1",

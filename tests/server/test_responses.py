@@ -302,6 +302,24 @@ def test_what_a_response_holds_goes_back_with_the_outputs_of_its_calls(served: S
     assert again.usage.input_tokens_details.cached_tokens > len("[user]Rain?")
 
 
+def test_a_required_call_has_arguments_that_fit(served: Served) -> None:
+    place: Any = {
+        "type": "object",
+        "properties": {"place": {"enum": ["Bali", "Oahu"]}},
+        "required": ["place"],
+    }
+    tools = [WEATHER | {"parameters": place | {"additionalProperties": False}}]
+    choices: list[Any] = ["required", {"type": "function", "name": "weather"}]
+    for choice in choices:
+        options: Any = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        made = create(served, max_output_tokens=200, temperature=1, extra_body={"seed": 1}, **options)
+        (call,) = made.output
+        assert (call.type, call.name, made.status) == ("function_call", "weather", "completed")
+        assert json.loads(call.arguments)["place"] in ("Bali", "Oahu")
+    text = create(served, tools=tools, tool_choice="none").output
+    assert [item.type for item in text] == ["message"]
+
+
 PATCH = '*** Begin Patch\n*** Add File: a.txt\n+"hi"\n*** End Patch\n'
 APPLY_PATCH: Any = {
     "type": "custom",
