@@ -1,8 +1,8 @@
 """Requests in the form in which programs send them, with all their fields, are answered.
 
-Those of Codex are as version 0.171 was seen to send them, with the tool `apply_patch` that it gives to models it
-knows. The others follow the sources of Zed (crates/open_ai), Open WebUI (backend/open_webui/routers/openai.py)
-and Continue (core/llm/openaiTypeConverters.ts).
+Those of Codex are as version 0.171 was seen to send them, with the tool `apply_patch` that it gives to models
+it knows. The others follow the sources of Zed (crates/open_ai), of Open WebUI (routers/openai.py) and of
+Continue (core/llm/openaiTypeConverters.ts).
 """
 
 from __future__ import annotations

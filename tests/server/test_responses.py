@@ -11,7 +11,9 @@ import pytest
 from support.serving import NAME, Served, saying, serving, steps_held_after
 from support.tiny_models import real_text
 
+from offload_rt import TokenEvent
 from offload_rt.engine.engine import Engine
+from offload_rt.server.logprobs import TokensOfText
 from offload_rt.server.responses import ResponseRequest
 
 BOOK = real_text()[:1000].encode("ascii", "replace").decode()
@@ -68,7 +70,7 @@ def test_an_answer_is_that_of_the_api_whole_and_streamed(served: Served) -> None
     text = served.llm.chat([{"role": "user", "content": QUESTION}], max_tokens=12).text.lstrip()
     whole = create(served)
     assert (whole.output_text, whole.status, whole.object) == (text, "incomplete", "response")
-    assert whole.incomplete_details.reason == "max_output_tokens"
+    assert (whole.incomplete_details.reason, whole.output[0].status) == ("max_output_tokens", "incomplete")
     assert whole.usage.output_tokens == 12 and whole.usage.output_tokens_details.reasoning_tokens == 0
     again = create(served)
     assert again.usage.input_tokens_details.cached_tokens > len(BOOK)
@@ -177,7 +179,7 @@ def test_thoughts_as_a_summary_and_in_a_form_that_is_handed_back(served: Served)
             "content": [{"type": "text", "text": "Yes."}],
             "reasoning_content": "It may rain.",
         }
-    foreign = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAABh"}
+    foreign = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAAABh" * 9}
     assert messages([QUESTION_ITEM, foreign]) == messages([QUESTION_ITEM])
 
 
@@ -204,6 +206,15 @@ def test_log_probabilities_are_those_of_the_tokens_of_the_text(served: Served) -
     assert (
         streamed == [(one.token, one.logprob) for one in chat.choices[0].logprobs.content][-len(streamed) :]
     )
+
+
+def test_tokens_of_a_part_are_those_that_wrote_it() -> None:
+    tokens = TokensOfText()
+    texts = ("<think>", "Hm", "</think>", "\n\n ", "", "\N{BULLET}", " B", "ye", "")
+    for number, text in enumerate(texts):
+        tokens.push(TokenEvent(number, text, False))
+    taken = [[event.token for event in tokens.take(part)] for part in ("Hm", "\N{BULLET} B", "ye")]
+    assert taken == [[1], [4, 5, 6], [7]], "the tokens of a character's bytes are with the character"
 
 
 def test_an_answer_fits_a_schema(served: Served) -> None:
@@ -284,6 +295,16 @@ def test_items_become_the_messages_of_a_chat() -> None:
         {"role": "assistant", "content": texts("No.")},
         {"role": "user", "content": texts("Sure?")},
     ]
+
+
+def test_thoughts_begin_a_message_of_their_own() -> None:
+    def thoughts(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": text}]}
+
+    answer = {"role": "assistant", "content": "I look."}
+    found = messages([QUESTION_ITEM, thoughts("a"), thoughts("b"), answer, answer, thoughts("c"), answer])
+    assert [message.get("reasoning_content") for message in found] == [None, "a\nb", "c"]
+    assert [len(message["content"]) for message in found] == [1, 2, 1]
 
 
 def test_what_a_response_holds_goes_back_with_the_outputs_of_its_calls(served: Served) -> None:
