@@ -71,6 +71,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--keep", type=_gib, metavar="GiB", help=meaning)
     body = "largest request in MiB (default: 64)"
     add("--max-body", type=prompts.positive, default=64, metavar="MiB", help=body)
+    most = "connections that may be open (default: 256)"
+    add("--max-connections", type=prompts.positive, default=256, metavar="N", help=most)
     cors = "site whose pages may use the server, as http://localhost:3000; may be repeated (default: none)"
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=cors)
     wait = "seconds that running requests have to finish after SIGTERM (default: 30)"
@@ -151,6 +153,7 @@ def _serve(llm: LLM, listening: socket.socket, arguments: argparse.Namespace, co
     import uvicorn
 
     from offload_rt.server.app import Service, create_app
+    from offload_rt.server.connections import connection_class
     from offload_rt.server.metrics import Metrics
     from offload_rt.server.prefixes import PrefixPool
     from offload_rt.server.worker import Worker
@@ -192,6 +195,7 @@ def _serve(llm: LLM, listening: socket.socket, arguments: argparse.Namespace, co
             log_level="warning",
             access_log=False,
             lifespan="off",
+            http=connection_class(arguments.max_connections),
             timeout_graceful_shutdown=arguments.shutdown_timeout,
         )
         try:

@@ -21,6 +21,8 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 """Anthropic's type of an error, likewise; other statuses from 500 are `api_error`."""
+CROWDED = "too_many_connections"
+"""Code of the refusal of a connection beyond the limit."""
 ANTHROPIC_PATHS = re.compile("/v1/messages(/|$)")
 """Paths whose clients are Anthropic's."""
 
@@ -65,7 +67,7 @@ def error_response(
 ) -> JSONResponse:
     """Returns the response of an error to a request, in the form that the clients of its path read."""
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
-    if status in (401, 403, 408, 413, 415):  # the rest of the body is not read
+    if status in (401, 403, 408, 413, 415) or code == CROWDED:  # the rest of the body is not read
         headers["Connection"] = "close"
     if ANTHROPIC_PATHS.match(scope["path"]):
         body = anthropic_error_json(status, message, code, scope["state"]["request_id"])

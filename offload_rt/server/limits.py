@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from offload_rt.server.errors import error_response
+from offload_rt.server.errors import CROWDED, error_response
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -109,6 +109,9 @@ class Limits:
 
     def _refused(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str, str] | None:
         """Returns status, message and code of a refusal; None where the request may be read."""
+        if (most := scope.get("state", {}).get(CROWDED)) is not None:
+            message = f"more than {most} connections are open: close some, or serve with --max-connections"
+            return 503, message, CROWDED
         host = re.sub(r":\d*$", "", headers.get("host", "")).strip("[]").lower()
         if self._hosts is not None and host not in self._hosts:
             return (

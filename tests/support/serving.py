@@ -26,6 +26,7 @@ from offload_rt import LLM
 from offload_rt.api.sessions import SessionFolder
 from offload_rt.engine.engine import Engine
 from offload_rt.server.app import Service, create_app
+from offload_rt.server.connections import connection_class
 from offload_rt.server.metrics import Metrics
 from offload_rt.server.prefixes import PrefixPool
 from offload_rt.server.worker import Worker
@@ -122,6 +123,8 @@ def serving(
     layers: int = 2,
     patience_s: int | None = None,
     sizes: Mapping[str, object] = SIZES,
+    connections: int = 256,
+    header_timeout_s: float = 60.0,
     **options: Any,
 ) -> Iterator[Served]:
     """Serves a pair of tiny models over loopback.
@@ -142,7 +145,11 @@ def serving(
             listening.bind(("127.0.0.1", 0))
             listening.listen(256)
             served = uvicorn.Config(
-                app, log_level="error", lifespan="off", timeout_graceful_shutdown=patience_s
+                app,
+                log_level="error",
+                lifespan="off",
+                http=connection_class(connections, header_timeout_s),
+                timeout_graceful_shutdown=patience_s,
             )
             server = uvicorn.Server(served)
             thread = threading.Thread(target=asyncio.run, args=[server.serve([listening])])
