@@ -241,7 +241,7 @@ class Service:
                 return tokens
             tokens += part
             if most is not None and len(tokens) > most:
-                self._refuse_prompt(f"the prompt has {len(tokens)} tokens or more")
+                self._refuse_prompt(len(tokens))
             if await request.is_disconnected():
                 raise ClientGone
 
@@ -249,13 +249,14 @@ class Service:
         """Raises ContextTooLong for a text that is too long whatever its tokens are."""
         longest = self._longest_token
         if longest is not None and characters > longest * self._positions:
-            least = -(-characters // longest)
-            self._refuse_prompt(f"the prompt has {characters} characters, and so at least {least} tokens")
+            self._refuse_prompt(-(-characters // longest))
 
-    def _refuse_prompt(self, size: str) -> NoReturn:
-        target = self._llm.engine.target
-        remedy = f"use at most {self._positions - 1} prompt tokens"
-        raise ContextTooLong(f"{size}, more than the {self._positions} positions of {target.name}: {remedy}")
+    def _refuse_prompt(self, least_tokens: int) -> NoReturn:
+        most, name = self._positions, self._llm.engine.target.name
+        raise ContextTooLong(
+            f"at least {least_tokens} prompt tokens are more than the {most} positions of {name}: use at most"
+            f" {most - 1} prompt tokens"
+        )
 
     @property
     def _positions(self) -> int:

@@ -14,7 +14,7 @@ from offload_rt.errors import briefly
 from offload_rt.server import schema
 from offload_rt.server.answers import Json
 from offload_rt.server.errors import ApiError
-from offload_rt.server.schema import ChatRequest, SampledRequest
+from offload_rt.server.schema import ChatRequest, Effort, SampledRequest
 
 IGNORED = frozenset(
     {"access_programs", "background_options", "client_metadata", "image", "max_tool_calls"}
@@ -39,7 +39,7 @@ INPUT = "input"
 class Reasoning(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    effort: StrictStr | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None  # the summary's earlier name
     context: StrictStr | None = None  # the chat template decides which thoughts it shows

@@ -39,6 +39,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
 }
 """Values of unsupported fields that ask for nothing, beside null, false, 0, an empty text, list or object."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NO_EFFORT = "none"
 """The `reasoning_effort` of an answer without thoughts."""
 EFFORTS = {
@@ -184,7 +185,7 @@ class ChatRequest(GenerationRequest):
     tools: list[Any] | None = None
     tool_choice: StrictStr | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     enable_thinking: StrictBool | None = None
     thinking_budget: StrictInt | None = Field(None, ge=0, validation_alias=AliasChoices(*BUDGETS))
     add_generation_prompt: StrictBool | None = None

@@ -397,7 +397,7 @@ def test_options_become_those_of_a_chat_completion() -> None:
     function = {"name": "read", "strict": True, "parameters": {"type": "object"}}
     assert chat["tools"] == [{"type": "function", "function": function}]
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "read"}}
-    assert chat["parallel_tool_calls"] is False and chat["reasoning_effort"] == "high"
+    assert chat["parallel_tool_calls"] is False and chat["reasoning_effort"] == "max"
     assert chat["chat_template_kwargs"] == {"enable_thinking": True} and chat["thinking_budget"] == 1024
     choices = {kind: chat_of(messages=HI, tool_choice={"type": kind}) for kind in ("auto", "any", "none")}
     assert [one["tool_choice"] for one in choices.values()] == ["auto", "required", "none"]
@@ -466,7 +466,10 @@ REFUSED: list[tuple[Any, str]] = [
         {"messages": HI, "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         "context_management.edits.0 'clear_tool_uses_20250919' is not supported",
     ),
-    ({"messages": [{"role": "user", "content": 9000 * "x"}]}, "prompt is too long: 9018 prompt tokens"),
+    (
+        {"messages": [{"role": "user", "content": 9000 * "x"}]},
+        "prompt is too long: at least 9018 prompt tokens",
+    ),
 ]
 
 

@@ -76,9 +76,9 @@ def test_a_prompt_is_read_up_to_what_fits(served: Served, monkeypatch: pytest.Mo
     text = "a whale " * 20_000
     for path, body_of in ((COMPLETION, of_text), (CHAT, of_message)):
         message = refusal(served, path, body_of(text))
-        assert "160000 characters, and so at least 16000 tokens, more than the 8192 positions" in message
+        assert "at least 16000 prompt tokens are more than the 8192 positions" in message
         message = refusal(served, path, body_of(text[:80_000]))  # by its tokens, as far as they were counted
-        assert 8192 < int(message.removeprefix("the prompt has ").split()[0]) < 9300
+        assert 8192 < int(message.removeprefix("at least ").split()[0]) < 9300
     assert json.loads(served.call("/tokenize", {"content": text})[1])["tokens"] == list(text.encode())
 
 
