@@ -26,9 +26,25 @@ class TokenEntries:
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
-    def text(self, token: int) -> str:
-        """Returns the text that the next token adds."""
-        return _id_name(token) if self._texts is None else self._decoder.decode(self._texts.bytes(token))
+    def text(self, event: TokenEvent) -> str:
+        """Returns the text that the next token adds; a special one adds none where the text leaves it out."""
+        if self._texts is None:
+            return _id_name(event.token)
+        added = self._texts.bytes(event.token)
+        left_out = self._texts.is_special(event.token) and added.decode() not in event.text
+        return "" if left_out else self._decoder.decode(added)
+
+    def prompt_texts(self, tokens: Sequence[int], prompt: str) -> list[str]:
+        """Returns the texts of all tokens of a prompt; a special one has its name where the prompt has it."""
+        if self._texts is None:
+            return list(map(_id_name, tokens))
+        found, at = list[str](), 0
+        for token, text in zip(tokens, self._texts.split(tokens), strict=True):
+            if self._texts.is_special(token) and prompt.startswith(self._texts[token], at):
+                text = self._texts[token]
+            found.append(text)
+            at += len(text)
+        return found
 
     def names(self, tokens: Sequence[int]) -> list[str]:
         """Returns distinct names of different tokens, the likeliest first; see `TokenTexts.names`."""
@@ -36,21 +52,23 @@ class TokenEntries:
 
     def entry(self, event: TokenEvent) -> Json:
         """Returns the next token with its log probability, and the likeliest tokens in its place."""
-        before = self._decoder.getstate()
-        best = []
+        before, best = self._decoder.getstate(), list[Json]()
         for token, logprob in event.alternatives:
-            best.append(self._entry(token, logprob))
+            text = "" if self._texts is None else self._decoder.decode(self._texts.bytes(token))
+            best.append(self._entry(token, text, logprob))
             self._decoder.setstate(before)
-        return self._entry(event.token, event.logprob) | {"top_logprobs": best}
+        entry = self._entry(event.token, self.text(event), event.logprob)
+        return entry | {"top_logprobs": best}
 
     def prompt_entry(self, token: int, logprob: float, rank: int | None) -> Json:
         """Returns a token of a prompt as vLLM writes it."""
         name = _id_name(token) if self._texts is None else self._texts[token]
         return {"logprob": logprob, "rank": rank, "decoded_token": name}
 
-    def _entry(self, token: int, logprob: float | None) -> Json:
-        utf8 = None if self._texts is None else list(self._texts.bytes(token))
-        return {"token": self.text(token), "logprob": logprob, "bytes": utf8}
+    def _entry(self, token: int, text: str, logprob: float | None) -> Json:
+        if self._texts is None:
+            return {"token": _id_name(token), "logprob": logprob, "bytes": None}
+        return {"token": text, "logprob": logprob, "bytes": list(self._texts.bytes(token))}
 
 
 def _id_name(token: int) -> str:

@@ -217,7 +217,9 @@ class CompletionReply(Reply):
         chunks = self._echoed()
         if not self._continues or (not event.text and self._alternatives is None):
             return chunks
-        table = self._table([event.token], [event.logprob], [event.alternatives])
+        table = TokenTable()
+        if self._alternatives is not None:
+            self._add(table, event.token, self._entries.text(event), event.logprob, event.alternatives)
         return [*chunks, self._chunk(event.text, table)]
 
     def finish(self, finished: Finished) -> list[Json]:
@@ -245,30 +247,26 @@ class CompletionReply(Reply):
             return []
         table, score = TokenTable(), self._score
         if score is not None and self._alternatives is not None:
-            table = self._table(score.tokens, score.logprobs, score.alternatives)
+            texts = self._entries.prompt_texts(score.tokens, echo)
+            for token in zip(score.tokens, texts, score.logprobs, score.alternatives, strict=True):
+                self._add(table, *token)
             self._offset = len(echo)
         return [self._chunk(echo, table)]
 
-    def _table(
-        self, tokens: Sequence[int], logprobs: Sequence[float | None], likeliest: Sequence[Alternatives]
-    ) -> TokenTable:
-        """Returns the next tokens with their log probabilities."""
-        table = TokenTable()
-        if self._alternatives is None:
-            return table
-        texts = [self._entries.text(token) for token in tokens]
-        for token, text, logprob, best in zip(tokens, texts, logprobs, likeliest, strict=True):
-            table.tokens.append(text)
-            table.token_logprobs.append(logprob)
-            table.text_offset.append(self._offset)
-            self._offset += len(text)
-            if logprob is None:
-                table.top_logprobs.append(None)
-                continue
-            shown = dict(best[: self._alternatives]) | {token: logprob}
+    def _add(
+        self, table: TokenTable, token: int, text: str, logprob: float | None, likeliest: Alternatives
+    ) -> None:
+        """Adds the next token to a table."""
+        table.tokens.append(text)
+        table.token_logprobs.append(logprob)
+        table.text_offset.append(self._offset)
+        self._offset += len(text)
+        if logprob is None:
+            table.top_logprobs.append(None)
+        else:
+            shown = dict(likeliest[: self._alternatives]) | {token: logprob}
             names = self._entries.names(list(shown))
             table.top_logprobs.append(dict(zip(names, shown.values(), strict=True)))
-        return table
 
     def _chunk(self, text: str, table: TokenTable, reason: str | None = None) -> Json:
         self._text += text

@@ -337,6 +337,10 @@ class TokenTexts:
             known = self._bytes[token] = self._bytes_of(token)
         return known
 
+    def is_special(self, token: int) -> bool:
+        """Returns whether a token is special: texts leave it out."""
+        return token in self._special
+
     def split(self, tokens: Sequence[int]) -> list[str]:
         """Splits what `decode` writes of tokens into the text that each adds.
 

@@ -82,8 +82,8 @@ def test_an_agent_reads_a_file_and_answers(served: Served, tmp_path: Path, ask: 
     messages = [*HI, message, result]
     answer, reason = ask(served, messages, tools=tools, max_tokens=12)
     assert reason == "length" and "tool_calls" not in answer
-    options = {"tools": tools, "tool_choice": "auto", "max_tokens": 12}
-    assert answer["content"] == served.llm.chat(messages, **options).text
+    expected = served.llm.chat(messages, tools=tools, max_tokens=12)
+    assert answer["content"] == expected.text
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
@@ -119,7 +119,8 @@ def test_an_answer_that_ends_within_a_call_keeps_its_text(served: Served) -> Non
 
 
 def test_no_call_is_read_where_none_may_be_made(served: Served) -> None:
-    for options in ({"tool_choice": "none"}, {"tools": []}):
+    without: tuple[dict[str, Any], ...] = ({"tool_choice": "none"}, {"tools": []})
+    for options in without:
         with saying(CALL, pieces=7):
             message, reason = whole(served, HI, max_tokens=200, **options)
         assert (message["content"], reason) == (CALL, "stop")

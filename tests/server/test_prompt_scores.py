@@ -8,8 +8,12 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
-from support.serving import NAME, Served, serving
+from support.serving import NAME, Served, chat_tokenizer, serving
 from support.tiny_models import real_text
+
+from offload_rt import TokenEvent
+from offload_rt.engine.results import PromptScore
+from offload_rt.server.replies import CompletionReply
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 TEXT = real_text()[:300].encode("ascii", "replace").decode()
@@ -80,6 +84,21 @@ def test_log_probabilities_of_a_prompt_as_vllm_writes_them(served: Served) -> No
     messages = [{"role": "user", "content": "Who?"}]
     chat = posted(served, CHAT, messages=messages, prompt_logprobs=0, max_tokens=1)
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+def test_special_tokens_have_their_names_where_the_text_has_them() -> None:
+    tokenizer = chat_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokens = [end, *b"ab"]
+    score = PromptScore(tokens, [None, -1.0, -2.0], [None, True, True], [(), ((97, -1.0),), ((98, -2.0),)])
+    for echo, name in (("ab", ""), ("<|im_end|>ab", "<|im_end|>")):
+        reply = CompletionReply("id", NAME, 0, tokenizer, 1, echo=echo)
+        chunks = reply.scored(score) + reply.token(TokenEvent(end, "", False, -0.5, ((end, -0.5),)))
+        first, last = (chunk["choices"][0] for chunk in chunks)
+        assert first["text"] == echo and first["logprobs"]["tokens"] == [name, "a", "b"]
+        assert first["logprobs"]["text_offset"] == [0, len(name), len(name) + 1]
+        assert last["logprobs"]["tokens"] == [""] and last["logprobs"]["text_offset"] == [len(echo)]
+        assert last["logprobs"]["top_logprobs"] == [{"<|im_end|>": -0.5}]
 
 
 def test_a_scored_prompt_is_cached_for_the_next_one(served: Served) -> None:

@@ -92,11 +92,11 @@ def test_thoughts_between_special_tokens_are_no_part_of_the_answer(name: str) ->
             context.ask(None, max_tokens=9)
             assert context.messages == [user("Who?"), {"role": "assistant", "content": "yes"}]
         prompt = llm.chat_template.encode([user("Who?")])
-        given = ("id", "m", 0, tokenizer, False)
-        reply = ChatReply(*given, thoughts=llm.chat_template.splitter(prompt))
-        for event in llm.stream(prompt, max_tokens=9):
-            reply.token(event)
-        assert reply._parts == {"reasoning_content": "well", "content": "yes"}
+        reply = ChatReply("id", "m", 0, tokenizer, None, splitter=llm.chat_template.answers(prompt))
+        chunks = [chunk for event in llm.stream(prompt, max_tokens=9) for chunk in reply.token(event)]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        for name, text in (("reasoning_content", "well"), ("content", "yes")):
+            assert "".join(delta.get(name, "") for delta in deltas) == text
 
 
 def test_harmony_channels() -> None:
