@@ -42,7 +42,7 @@ class CallFormat(ABC):
 
     @abstractmethod
     def openings(self, first: bool) -> tuple[str, ...]:
-        """Returns marks with which a call may begin; the first one is that of `grammar`.
+        """Returns marks with which a call may begin; the first one is that of grammars.
 
         Args:
             first: nothing but calls and white space comes before it.
@@ -80,6 +80,8 @@ def json_call(text: str, tools: Tools) -> ToolCall:
     arguments = next((given[name] for name in ARGUMENTS if name in given), "{}")
     if arguments.startswith('"'):  # the text of an object
         arguments = str(decoded(arguments)).strip()
+        if re.search("[\ud800-\udfff]", arguments):  # half of a surrogate pair, which no reply can carry
+            raise Mismatch
     if not isinstance(decoded(arguments), dict):
         raise Mismatch
     return ToolCall(tool.name, arguments)

@@ -57,7 +57,7 @@ LOOK = Tool("look")
 def fits(name: str, arguments: str) -> bool:
     values = json.loads(arguments)
     if name == "look":
-        return values == {}
+        return bool(values == {})
     assert name == "sail"
     crew = values.pop("maybe_crew", [])
     return bool(
