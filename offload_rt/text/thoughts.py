@@ -268,7 +268,8 @@ class Splitter(Protocol):
 class ReadableThoughts:
     """Writes thoughts and the answer as a text that looks alike for all formats.
 
-    It has the interface of a splitter, and no thoughts are left in what it returns.
+    It has the interface of a splitter, and no thoughts are left in what it returns. The text begins without
+    white space.
     """
 
     def __init__(self, splitter: ThoughtSplitter) -> None:
@@ -291,6 +292,8 @@ class ReadableThoughts:
             self._part, thought = Part.THOUGHTS, self._space + thought
             text += thought.rstrip(BLANK)
             self._space = thought[len(thought.rstrip(BLANK)) :]
+        if self._part is Part.BEGINNING:
+            answer = answer.lstrip(BLANK)
         if answer:
             text += f"\n{THINK.closing_mark}\n\n" if self._part is Part.THOUGHTS else ""
             self._part = Part.ANSWER
