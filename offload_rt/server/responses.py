@@ -29,6 +29,8 @@ LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_conte
 """Values of `include` that add something to an answer; the others are of tools that run at OpenAI."""
 THOUGHTS = "offload-rt thoughts: "
 """Beginning of `encrypted_content`. The thoughts follow as they are: no one but the user holds them."""
+CUT = ("in_progress", "incomplete")
+"""The `status` of a message that is continued."""
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 MERGED_NAMESPACE = "functions"
 """The namespace whose tools clients call by their own names."""
@@ -149,6 +151,7 @@ class ResponseRequest(SampledRequest):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._response_format(),
             "reasoning_effort": self.reasoning.effort,
+            "continue_final_message": self._continues,
             "chat_template_kwargs": self.chat_template_kwargs,
             "logprobs": self.with_logprobs,
             "top_logprobs": self.top_logprobs,
@@ -160,6 +163,13 @@ class ResponseRequest(SampledRequest):
         return ChatRequest.model_validate(
             {name: value for name, value in fields.items() if value is not None}
         )
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the input ends with a message that was cut."""
+        last = self.input[-1] if self.input else None
+        cut = isinstance(last, Mapping) and last.get("status") in CUT
+        return cut and last.get("role") == "assistant"
 
     def _response_format(self) -> Json | None:
         form = self.text.format

@@ -66,6 +66,7 @@ GIVEN = (
 """Fields of `SamplingParams` that a request may set."""
 
 Number = StrictFloat | StrictInt
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Items of long lists are checked where they are used: pydantic keeps an error for each of a million.
 

@@ -225,18 +225,51 @@ def said(chunks: list[dict[str, Any]]) -> str:
     return "".join(one["choices"][0]["delta"].get("content") or "" for one in chunks if one["choices"])
 
 
+def called(chunks: list[dict[str, Any]]) -> tuple[str, Any]:
+    """The name and the arguments of the only call of an answer."""
+    deltas = [one["choices"][0]["delta"] for one in chunks if one["choices"]]
+    pieces = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
+    assert {piece["index"] for piece in pieces} == {0} and pieces[0]["id"]
+    assert [one["choices"][0]["finish_reason"] for one in chunks if one["choices"]][-1] == "tool_calls"
+    arguments = "".join(piece["function"].get("arguments", "") for piece in pieces)
+    return pieces[0]["function"]["name"], json.loads(arguments)
+
+
+def chat_tool(name: str, **properties: str) -> dict[str, Any]:
+    return {"type": "function", "function": {**function(name, **properties), "strict": None}}
+
+
+READ = '<tool_call>{"name": "read", "arguments": {"path": "a"}}</tool_call>'
+EARLIER: list[Any] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path":"a"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "b"},
+    {"role": "assistant", "content": "It is b.", "reasoning_content": "Hm."},
+    {"role": "user", "content": "Again."},
+]
+
+
 def test_open_webui_by_chat_completions(served: Served) -> None:
     body = {
         "model": NAME,
-        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+        "messages": EARLIER,
         "stream_options": {"include_usage": True},
         "max_tokens": 50,
         "temperature": 0.2,
         "top_k": 40,
         "logit_bias": None,
+        "tools": [chat_tool("read", path="string")],
     }
     chunks = stream(served, CHAT, body)
     assert said(chunks) == "Done." and chunks[-1]["usage"]["completion_tokens"] > 0
+    assert called(stream(served, CHAT, body, READ)) == ("read", {"path": "a"})
     task = {"model": NAME, "messages": [{"role": "user", "content": "A title?"}], "stream": False}
     status, text, _ = served.call(CHAT, task | {"max_completion_tokens": 5})
     assert status == 200 and json.loads(text)["choices"][0]["message"]["content"]
@@ -245,31 +278,30 @@ def test_open_webui_by_chat_completions(served: Served) -> None:
 def test_zed_by_chat_completions(served: Served) -> None:
     body = {
         "model": NAME,
-        "messages": [
-            {"role": "system", "content": "You are Zed."},
-            {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]},
-        ],
+        "messages": EARLIER,
         "stream_options": {"include_usage": True},
         "max_completion_tokens": 50,
         "temperature": 1.0,
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "tools": [chat_tool("read", path="string")],
         "prompt_cache_key": "thread",
+        "reasoning_effort": "high",
     }
     assert said(stream(served, CHAT, body)) == "Done."
+    assert called(stream(served, CHAT, body, READ)) == ("read", {"path": "a"})
 
 
 def test_continue_by_chat_completions_and_completions(served: Served) -> None:
     body = {
         "model": NAME,
-        "messages": [
-            {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": " "},
-            {"role": "user", "content": "Go on."},
-        ],
+        "messages": [*EARLIER, {"role": "assistant", "content": " "}, {"role": "user", "content": "Go on."}],
         "max_tokens": 50,
         "temperature": 0.5,
         "stop": [],
+        "tools": [chat_tool("read", path="string")],
     }
-    assert said(stream(served, CHAT, body)) == "Done."
+    assert called(stream(served, CHAT, body, READ)) == ("read", {"path": "a"})
     completion = {"model": NAME, "prompt": "def f(", "max_tokens": 50, "stop": ["\n\n"], "temperature": 0.01}
     chunks = stream(served, "/v1/completions", completion)
     assert "".join(one["choices"][0]["text"] for one in chunks) == "Done."

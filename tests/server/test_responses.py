@@ -307,6 +307,15 @@ def test_thoughts_begin_a_message_of_their_own() -> None:
     assert [len(message["content"]) for message in found] == [1, 2, 1]
 
 
+def test_an_answer_that_was_cut_is_continued(served: Served) -> None:
+    question: Any = {"role": "user", "content": QUESTION}
+    whole = create(served).output_text
+    first = create(served, max_output_tokens=5)
+    rest = create(served, input=[question, *first.output], max_output_tokens=7)
+    assert first.output_text + rest.output_text == whole
+    assert not chat([question, {"role": "assistant", "content": "Done.", "status": "completed"}]).continued
+
+
 def test_what_a_response_holds_goes_back_with_the_outputs_of_its_calls(served: Served) -> None:
     conversation: list[Any] = [{"role": "user", "content": "Rain?"}]
     with saying(f"<think>Hm.</think>I look.{CALL}{CALL}"):
@@ -406,6 +415,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 5}, "max_tokens", "unknown parameter max_tokens"),
     ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
     ({"temperature": "hot"}, "temperature", "temperature"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning", "reasoning.effort: Input should be 'none'"),
     ({"text": {"verbosity": "high"}}, "text.verbosity", "text.verbosity 'high' is not supported"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "give a JSON schema"),
     ({"top_logprobs": 2}, "top_logprobs", "add 'message.output_text.logprobs' to include"),
