@@ -168,8 +168,7 @@ class ResponseRequest(SampledRequest):
     def _continues(self) -> bool:
         """Whether the input ends with a message that was cut."""
         last = self.input[-1] if self.input else None
-        cut = isinstance(last, Mapping) and last.get("status") in CUT
-        return cut and last.get("role") == "assistant"
+        return isinstance(last, Mapping) and last.get("role") == "assistant" and last.get("status") in CUT
 
     def _response_format(self) -> Json | None:
         form = self.text.format
@@ -253,7 +252,7 @@ def _function(place: str, callee: Callee, tool: Mapping[str, Any], about: str) -
         here = f"{place}.description"
         raise _refused(here, f"{here} is {briefly(wrong)}: give a text")
     function: Json = {"name": callee.function, "description": "\n\n".join(filter(None, texts))}
-    function |= {"parameters": parameters, "strict": callee.custom or tool.get("strict")}
+    function |= {"parameters": parameters, "strict": tool.get("strict")}
     return {"type": "function", "function": function}
 
 
@@ -306,7 +305,7 @@ class _Conversation:
         }
         untyped = isinstance(item, Mapping) and "role" in item and item.get("type") is None
         kind = "message" if untyped else _kind(place, item)
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             remedy = f"use {', '.join(kinds)}"
             raise _refused(f"{place}.type", f"{place} of type {briefly(kind)} is not supported: {remedy}")
         kinds[kind](place, item)

@@ -236,7 +236,7 @@ def called(chunks: list[dict[str, Any]]) -> tuple[str, Any]:
 
 
 def chat_tool(name: str, **properties: str) -> dict[str, Any]:
-    return {"type": "function", "function": {**function(name, **properties), "strict": None}}
+    return {"type": "function", "function": function(name, None, **properties)}
 
 
 READ = '<tool_call>{"name": "read", "arguments": {"path": "a"}}</tool_call>'

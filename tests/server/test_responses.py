@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 from support.serving import NAME, Served, saying, serving, steps_held_after
 from support.tiny_models import real_text
 
 from offload_rt import TokenEvent
 from offload_rt.engine.engine import Engine
+from offload_rt.server.errors import ApiError
 from offload_rt.server.logprobs import TokensOfText
-from offload_rt.server.responses import ResponseRequest
+from offload_rt.server.responses import ResponseRequest, response_fields
 
 BOOK = real_text()[:1000].encode("ascii", "replace").decode()
 QUESTION = f"{BOOK}\n\nWho is Ahab?"
@@ -426,6 +431,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "mcp"}}, "tool_choice", "of type 'mcp' is not supported"),
     ({"input": [1]}, "input[0]", "input[0] is 1: give an object"),
+    ({"input": [{"type": []}]}, "input[0].type", "input[0] of type [] is not supported"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "use message, reasoning"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "input[0].role is 'tool'"),
     ({"input": [{"role": "user"}]}, "input[0].content", "input[0].content is None"),
@@ -451,6 +457,57 @@ def test_refusals_name_the_field(served: Served, fields: Any, param: str, messag
             served.client().post(RESPONSES.removeprefix("/v1"), body=body, cast_to=object)
         assert (refused.value.param, message in refused.value.message) == (param, True), refused.value
     assert not served.worker.running
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-1, 2)
+    | st.sampled_from(["", "x", "auto", "function", "message"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "name"]), inner),
+    max_leaves=4,
+)
+BODY: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}], "encrypted_content": "x"},
+        {"type": "function_call", "call_id": "c", "name": "x", "namespace": "y", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]},
+        {"type": "custom_tool_call", "call_id": "d", "name": "x", "input": "x"},
+        {"type": "message", "role": "assistant", "content": "x", "status": "incomplete"},
+    ],
+    "tools": [{"type": "namespace", "name": "n", "description": "x", "tools": [WEATHER]}, APPLY_PATCH],
+    "tool_choice": {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "weather"}],
+    },
+    "text": LETTERS,
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["message.output_text.logprobs"],
+    "top_logprobs": 1,
+}
+
+
+@given(data=st.data())
+def test_whatever_a_field_is_it_is_taken_or_refused_by_name(data: st.DataObject) -> None:
+    body: Any = copy.deepcopy(BODY)
+    at = body
+    while True:  # replaces a value anywhere in it
+        key = data.draw(st.sampled_from(sorted(at) if isinstance(at, dict) else range(len(at))))
+        if not isinstance(at[key], dict | list) or not at[key] or data.draw(st.booleans()):
+            at[key] = data.draw(JSON)
+            break
+        at = at[key]
+    try:
+        request = ResponseRequest.model_validate(response_fields(body))
+    except (ApiError, ValidationError):
+        return
+    try:
+        chat_request = request.chat()
+        assert chat_request.messages and chat_request.settings is not None
+    except ApiError as error:
+        assert error.status == 400 and error.param and str(error)
 
 
 @pytest.mark.parametrize("stream", [False, True])
