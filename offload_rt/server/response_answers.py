@@ -69,7 +69,11 @@ class OutputItem(ABC):
         return [Event("output_item.added", {"output_index": self._index, "item": self.json()})]
 
     def end(self, status: str) -> list[Event]:
-        """Returns the last events of the item, which is completed or incomplete."""
+        """Returns the last events of the item.
+
+        Args:
+            status: completed, or incomplete where the text was cut.
+        """
         self.status = status
         return [Event("output_item.done", {"output_index": self._index, "item": self.json()})]
 
@@ -184,7 +188,7 @@ class MessageItem(TextItem):
 
 
 class CallItem(OutputItem):
-    """A call of a function."""
+    """A call of a function. It is never cut, as only whole calls are taken out of a text."""
 
     prefix = "fc"
 
@@ -201,7 +205,7 @@ class CallItem(OutputItem):
 
     def end(self, status: str) -> list[Event]:
         done = {"name": self._callee.name, "arguments": self._arguments}
-        return [self._event("function_call_arguments.done", **done), *super().end(status)]
+        return [self._event("function_call_arguments.done", **done), *super().end("completed")]
 
     def json(self) -> Json:
         return self._json("function_call", arguments=self._arguments)
@@ -233,7 +237,7 @@ class CustomCallItem(CallItem):
         return self._json("custom_tool_call", input=self._input())
 
     def _input(self) -> str:
-        """Returns the input; of arguments that have another form, or were cut, their text."""
+        """Returns the input; of arguments that have another form, their text."""
         try:
             return str(json.loads(self._arguments)[INPUT])
         except (ValueError, KeyError, TypeError):

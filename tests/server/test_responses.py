@@ -165,6 +165,13 @@ def test_a_streamed_response_accumulates_to_the_whole_one(served: Served, text: 
     assert (final.status, final.usage.output_tokens) == (whole.status, whole.usage.output_tokens)
 
 
+def test_a_call_that_ends_with_the_last_token_is_complete(served: Served) -> None:
+    with saying(CALL + "x", pieces=len(CALL)):
+        made = create(served, tools=[WEATHER], max_output_tokens=1)
+    (call,) = made.output
+    assert (made.status, call.type, call.status) == ("incomplete", "function_call", "completed")
+
+
 def test_thoughts_as_a_summary_and_in_a_form_that_is_handed_back(served: Served) -> None:
     options: Any = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
     with saying("<think>It may rain.</think>Yes."):
