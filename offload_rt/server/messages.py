@@ -118,11 +118,9 @@ class MessagesRequest(_Fields):
             UsageError: a message, a tool or an edit of the context is not valid or not supported; names it.
         """
         self._check_edits()
-        messages = chat_messages(self.messages)
         choice = self.tool_choice
         chat: Json = {
-            "messages": [*_system(self.system), *messages],
-            "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
+            "messages": [*_system(self.system), *chat_messages(self.messages)],
             "tools": chat_tools(self.tools),
             "tool_choice": None if choice is None else choice.openai,
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
@@ -186,6 +184,9 @@ def chat_messages(messages: Sequence[object]) -> list[Json]:
                     chat[-1][key] = [*chat[-1].get(key, ()), *new[key]]
             else:
                 chat.append(new)
+    if chat and "tool_calls" in chat[-1]:
+        remedy = "add a message of the user with tool_result blocks"
+        raise UsageError(f"messages.{len(messages) - 1} calls tools, and no results follow: {remedy}")
     for message in chat:
         if thoughts := message.get("reasoning_content"):
             message["reasoning_content"] = "\n".join(filter(None, thoughts))

@@ -329,7 +329,6 @@ def messages_of(messages: Sequence[Any], **body: Any) -> list[Any]:
 
 def test_messages_become_those_of_a_chat_completion() -> None:
     text = {"type": "text", "text": "Look.", "cache_control": {"type": "ephemeral"}, "citations": None}
-    call = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"path": "a"}}
     source = {"type": "text", "media_type": "text/plain", "data": "Call me Ishmael."}
     document = {"type": "document", "source": source, "title": "Moby", "citations": {"enabled": False}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1"}
@@ -343,8 +342,8 @@ def test_messages_become_those_of_a_chat_completion() -> None:
                 {"type": "thinking", "thinking": "Hm.", "signature": "s"},
                 {"type": "redacted_thinking", "data": "x"},
                 text,
-                call,
-                {**call, "id": "toolu_2", "name": "list", "input": {}},
+                CALL,
+                {**CALL, "id": "toolu_2", "name": "list", "input": {}},
             ],
         },
         {
@@ -424,6 +423,7 @@ def user(*blocks: Any) -> dict[str, Any]:
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {"path": "a"}}
 REFUSED: list[tuple[Any, str]] = [
     (b"{", "the body is not JSON"),
     ({}, "messages: Field required"),
@@ -437,6 +437,14 @@ REFUSED: list[tuple[Any, str]] = [
     (user(IMAGE), "messages.0.content.0 is a block of type 'image', which is not supported"),
     (user(PDF), "messages.0.content.0.source is of type 'base64': only documents of type 'text'"),
     (user(PDF | {"citations": {"enabled": True}}), "messages.0.content.0.citations are not supported"),
+    (
+        {"messages": [*HI, {"role": "assistant", "content": [CALL]}]},
+        "messages.1 calls tools, and no results follow: add a message of the user",
+    ),
+    (
+        {"messages": [*HI, {"role": "assistant", "content": [CALL | {"input": "a"}]}]},
+        "messages.1.content.0.input is 'a': give an object",
+    ),
     (user({"type": "tool_result"}), "messages.0.content.0.tool_use_id is None: give a text"),
     ({"messages": HI, "tools": ["read"]}, "tools.0 is 'read': give an object of name"),
     (
