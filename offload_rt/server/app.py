@@ -8,7 +8,7 @@ import binascii
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
@@ -131,12 +131,13 @@ class Service:
             ]
             return self._completions(body, replies, len(prompts))
 
-        prompts = [await encode(prompt) for prompt in body.prompts]
-        echoes: list[str | None] = [None] * len(prompts)
-        if body.echo:
-            both = zip(body.prompts, prompts, strict=True)
-            echoes = [text if isinstance(text, str) else self._text(tokens) for text, tokens in both]
-        return await self._generate(request, body, prompts, answer)
+        with _prompt_named("prompt"):
+            prompts = [await encode(prompt) for prompt in body.prompts]
+            echoes: list[str | None] = [None] * len(prompts)
+            if body.echo:
+                both = zip(body.prompts, prompts, strict=True)
+                echoes = [text if isinstance(text, str) else self._text(tokens) for text, tokens in both]
+            return await self._generate(request, body, prompts, answer)
 
     async def respond(self, request: Request) -> Response:
         body = await _body(request, ResponseRequest, response_fields)
@@ -146,10 +147,8 @@ class Service:
             splitter = self._llm.chat_template.answers(tokens, chat.called)
             return ResponseAnswer(body, self._name, splitter, self._llm.tokenizer)
 
-        try:
+        with _prompt_named("input"):
             return await self._chat(request, chat, answer)
-        except ContextTooLong as error:
-            raise ApiError(400, str(error), "context_length_exceeded", "input") from None
 
     async def models(self, request: Request) -> Response:
         ends = {"first_id": self._name, "last_id": self._name, "has_more": False}
@@ -354,6 +353,15 @@ class Service:
             with_usage=options.include_usage,
             with_progress=body.return_progress,
         )
+
+
+@contextmanager
+def _prompt_named(field: str) -> Iterator[None]:
+    """Names the field that has the prompt in the refusal of one that is too long."""
+    try:
+        yield
+    except ContextTooLong as error:
+        raise ApiError(400, str(error), "context_length_exceeded", field) from None
 
 
 async def _body(

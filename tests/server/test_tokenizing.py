@@ -93,5 +93,6 @@ def of_message(text: str) -> dict[str, Any]:
 def refusal(served: Served, path: str, body: dict[str, Any]) -> str:
     status, answer, _ = served.call(path, body)
     error = json.loads(answer)["error"]
-    assert (status, error["code"]) == (400, "context_length_exceeded")
+    field = "messages" if path == CHAT else "prompt"
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", field)
     return str(error["message"])
