@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from urllib.parse import urlsplit
@@ -49,6 +50,7 @@ def test_the_next_request_on_a_connection_has_its_time_too(served: Served) -> No
     with closing(connected(served)) as connection:
         connection.sendall(request)
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        time.sleep(0.5)  # the time of the first one's headers is over
         connection.sendall(request[:20])
         assert b"HTTP/1.1 408 Request Timeout" in received(connection)
 

@@ -103,8 +103,9 @@ def test_special_tokens_have_their_names_where_the_text_has_them() -> None:
 
 def test_a_scored_prompt_is_cached_for_the_next_one(served: Served) -> None:
     prompt = TEXT[::-1]
-    scored = posted(served, COMPLETION, prompt=prompt, prompt_logprobs=0, max_tokens=1)
-    assert scored["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    for _ in range(2):  # nothing is known of the likelihood of cached tokens
+        scored = posted(served, COMPLETION, prompt=prompt, prompt_logprobs=0, max_tokens=1)
+        assert scored["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     again = posted(served, COMPLETION, prompt=prompt, max_tokens=1)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(prompt) - 1
 
