@@ -330,6 +330,8 @@ class Service:
         jobs = list[Job]()
         for tokens in prompts:
             for params in body.params(suggested, self._limit(body, tokens)):
+                if body.thinking:
+                    _, params = self._llm.with_thoughts(True, params)
                 params = self._llm.checked_params(params)
                 jobs.append(Job(tokens, params, partial(send, len(jobs)), body.scored))
         answering = Answering(jobs, answer(len(jobs)), events)

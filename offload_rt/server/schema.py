@@ -39,7 +39,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
 }
 """Values of unsupported fields that ask for nothing, beside null, false, 0, an empty text, list or object."""
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 NO_EFFORT = "none"
 """The `reasoning_effort` of an answer without thoughts."""
 EFFORTS = {
@@ -137,6 +136,11 @@ class GenerationRequest(SampledRequest):
     def limit(self) -> int | None:
         """Most new tokens that are asked for; None: nothing is said."""
         return self.max_tokens
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether the model is to think before it answers; None: as its chat template has it."""
+        return None
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
@@ -247,7 +251,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def thinking(self) -> bool | None:
-        """Whether the model is to think before it answers; None: as its chat template has it."""
         variables = self._template_variables
         given = [value for name in SWITCHES if (value := variables.get(name)) is not None]
         return given[0] if given else False if variables.get("reasoning_effort") == NO_EFFORT else None

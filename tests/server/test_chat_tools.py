@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import pytest
 from support.serving import NAME, Served, saying, serving
 
 from offload_rt.server.schema import ChatRequest, supported
+from offload_rt.server.worker import Job, QueueFull, Worker
+from offload_rt.text.chat import ChatTemplate
 
 HI: list[Any] = [{"role": "user", "content": "What does the file say?"}]
 CALL = '<tool_call>{"name": "read_file", "arguments": {"path": "a.txt"}}</tool_call>'
@@ -184,6 +186,22 @@ def test_how_a_request_says_how_much_to_think(
     request = ChatRequest.model_validate(supported({"messages": HI} | body))
     assert (request.thinking, request.effort, request.budget) == (thinking, effort, budget)
     assert request.settings.get("thinking_budget") == budget
+
+
+def test_json_after_thoughts_leaves_room_for_both(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted = list[Job]()
+
+    def submit(worker: Worker, jobs: Sequence[Job]) -> None:
+        submitted.extend(jobs)
+        raise QueueFull
+
+    monkeypatch.setattr(Worker, "submit", submit)
+    monkeypatch.setattr(ChatTemplate, "thoughts", lambda template, thinking, schema: thinking)
+    form = {"response_format": {"type": "json_object"}}
+    for thoughts in ({}, {"enable_thinking": True}, {"enable_thinking": True, "thinking_budget": 9}):
+        body = {"messages": HI, "max_tokens": 100} | form | thoughts
+        assert served.call("/v1/chat/completions", body)[0] == 429
+    assert [job.params.thinking_budget for job in submitted] == [None, 50, 9]
 
 
 # ------------------------------------------------------------------------ requests of other programs
