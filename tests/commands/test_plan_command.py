@@ -46,7 +46,7 @@ PLACEMENT = {
     *("other_gpus", "remote_mlps", "group_devices"),
 }
 PREDICTED = {
-    *("pass_ms", "draft_ms", "round_ms", "ms_per_token", "prefill_ms", "plain_ms_per_token"),
+    *("pass_ms", "draft_ms", "round_ms", "ms_per_token", "prefill_ms", "piece_tokens", "plain_ms_per_token"),
     *("tokens_per_round", "bottleneck"),
 }
 
