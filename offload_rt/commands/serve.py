@@ -52,6 +52,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="port to listen at (default: 8000; 0: a free one)",
     )
     add("--name", help="name of the model for clients (default: that of its folder)")
+    alias = "further name by which clients may name the model; may be repeated (default: none)"
+    add("--alias", action="append", default=[], metavar="NAME", help=alias)
     key = f"key that clients must send (default: that in {API_KEY}, else none)"
     add("--api-key", type=_key, metavar="KEY", help=key)
     context = "refuse to start where so many tokens do not fit (default: start anyway)"
@@ -177,7 +179,7 @@ def _serve(llm: LLM, listening: socket.socket, arguments: argparse.Namespace, co
     if key is None and arguments.host not in LOOPBACK:
         console.notice(f"whoever can reach {arguments.host} may use the server: --api-key KEY asks for one")
     with closing(worker):
-        service = Service(llm, worker, metrics, name, arguments.max_new_tokens)
+        service = Service(llm, worker, metrics, name, arguments.max_new_tokens, arguments.alias)
         app = create_app(
             service,
             metrics,

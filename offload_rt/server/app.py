@@ -60,13 +60,23 @@ class Service:
     Args:
         name: of the model, as clients name it.
         max_tokens: most new tokens of a request that names no limit.
+        aliases: further names by which clients may name the model.
     """
 
-    def __init__(self, llm: LLM, worker: Worker, metrics: Metrics, name: str, max_tokens: int) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        worker: Worker,
+        metrics: Metrics,
+        name: str,
+        max_tokens: int,
+        aliases: Sequence[str] = (),
+    ) -> None:
         self._llm = llm
         self._worker = worker
         self._metrics = metrics
         self._name = name
+        self._names = tuple(dict.fromkeys([name, *aliases]))
         self._max_tokens = max_tokens
         self._began = int(time.time())
         # A tokenizer may not encode in two threads at a time. Requests take turns, piece by piece.
@@ -151,12 +161,13 @@ class Service:
             return await self._chat(request, chat, answer)
 
     async def models(self, request: Request) -> Response:
-        ends = {"first_id": self._name, "last_id": self._name, "has_more": False}
-        return JSONResponse({"object": "list", "data": [self._model]} | ends)
+        ends = {"first_id": self._names[0], "last_id": self._names[-1], "has_more": False}
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._names]} | ends)
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["model"])
-        return JSONResponse(self._model)
+        name = request.path_params["model"]
+        self._check_model(name)
+        return JSONResponse(self._model(name))
 
     async def tokenize(self, request: Request) -> Response:
         body = await _body(request, TokenizeRequest)
@@ -197,18 +208,17 @@ class Service:
 
     # What they share:
 
-    @property
-    def _model(self) -> dict[str, object]:
-        """The model as OpenAI's clients, vLLM's and Anthropic's read it."""
+    def _model(self, name: str) -> dict[str, object]:
+        """Returns the model by one of its names, as OpenAI's clients, vLLM's and Anthropic's read it."""
         positions = self._llm.engine.target.max_positions
         return {
-            "id": self._name,
+            "id": name,
             "object": "model",
             "created": self._began,
             "owned_by": "offload-rt",
             "max_model_len": positions,
             "type": "model",
-            "display_name": self._name,
+            "display_name": name,
             "created_at": datetime.fromtimestamp(self._began, UTC).isoformat(),
             "lifecycle": "active",
             "max_input_tokens": positions,
@@ -216,8 +226,8 @@ class Service:
 
     def _check_model(self, name: str | None) -> None:
         """Raises ApiError for another model than the one that is served; None: any."""
-        if name not in (None, self._name):
-            message = f"model {name!r} is not served here: use {self._name!r}"
+        if name is not None and name not in self._names:
+            message = f"model {name!r} is not served here: use {' or '.join(map(repr, self._names))}"
             raise ApiError(404, message, "model_not_found", "model")
 
     async def _tokenized(

@@ -456,6 +456,16 @@ def test_a_model_is_described_by_its_name(served: Served) -> None:
         client.models.retrieve("a/b")
 
 
+def test_clients_may_name_the_model_otherwise() -> None:
+    with serving(layers=1, aliases=["gpt-4o", NAME]) as served:
+        client: Any = served.client()
+        assert [model.id for model in client.models.list().data] == [NAME, "gpt-4o"]
+        assert client.models.retrieve("gpt-4o").id == "gpt-4o"
+        client.chat.completions.create(model="gpt-4o", messages=HI, max_tokens=1)
+        with pytest.raises(openai.NotFoundError, match="use 'tiny' or 'gpt-4o'"):
+            client.chat.completions.create(model="gpt-5", messages=HI, max_tokens=1)
+
+
 def test_an_answer_names_its_request_and_its_program(served: Served) -> None:
     client: Any = served.client()
     question = {"model": NAME, "messages": HI, "max_tokens": 1}

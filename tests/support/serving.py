@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -123,6 +123,7 @@ def serving(
     layers: int = 2,
     patience_s: int | None = None,
     sizes: Mapping[str, object] = SIZES,
+    aliases: Sequence[str] = (),
     connections: int = 256,
     header_timeout_s: float = 60.0,
     **options: Any,
@@ -140,7 +141,7 @@ def serving(
         notices = list[str]()
         prefixes = PrefixPool(llm, limit_bytes, disk, notices.append)
         worker = Worker(llm, prefixes, metrics, parallel=parallel, waiting=waiting)
-        app = create_app(Service(llm, worker, metrics, NAME, max_tokens=32), metrics, **options)
+        app = create_app(Service(llm, worker, metrics, NAME, 32, aliases=aliases), metrics, **options)
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
             listening.listen(256)
