@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cpu_kv import SequenceKV
 from offload_rt.caches.rewind_points import RewindPoint
@@ -76,6 +76,10 @@ class KVPrefix:
     def _lengths(self) -> list[int] | None:
         """Lengths that a sequence can return to; None: to any."""
         return [point.length for point in self.points] if self.target.kinds.local else None
+
+    def without_unread(self) -> KVPrefix:
+        """Returns it without the tokens that have no KV, but for one: what was read of a prompt by now."""
+        return replace(self, tokens=self.tokens[: self.kv.length + 1])
 
     def shared_tokens(self, tokens: int) -> int:
         """Returns how many tokens such a sequence shares the KV of: whole pages."""

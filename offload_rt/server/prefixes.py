@@ -8,8 +8,9 @@ from dataclasses import replace
 from offload_rt.api.llm import LLM
 from offload_rt.api.sessions import LEAST_TOKENS, SessionFolder
 from offload_rt.engine.prefix import KVPrefix
-from offload_rt.engine.shared_tokens import TokenPages
+from offload_rt.engine.shared_tokens import SharedTokens, TokenPages
 from offload_rt.errors import UsageError, first_line
+from offload_rt.model.runner import CausalModel
 
 
 class PrefixPool:
@@ -53,12 +54,8 @@ class PrefixPool:
             UsageError: there is no room, even without all other prefixes.
         """
         target = self._llm.engine.target.for_length(len(tokens), new_tokens)
-        best, length = None, 0
         shared = self._pages.share(tokens)
-        for prefix in self._prefixes:
-            common = prefix.begins(shared, target)
-            if common > length:
-                best, length = prefix, common
+        best, length = self._longest(shared, target)
         if self._disk is not None:
             file = self._disk.longest(self._llm, tokens)
             if file is not None and file[1] >= length + LEAST_TOKENS:
@@ -72,6 +69,20 @@ class PrefixPool:
             self._prefixes.remove(best)
             self._prefixes.append(best)  # the one that was used last
         self._make_room(len(tokens), new_tokens, best, length)
+        return best, length
+
+    def begins(self, tokens: Sequence[int], new_tokens: int) -> int:
+        """Returns with how many tokens of a prefix in memory such a sequence may begin."""
+        target = self._llm.engine.target.for_length(len(tokens), new_tokens)
+        return self._longest(self._pages.share(tokens), target)[1]
+
+    def _longest(self, tokens: SharedTokens, target: CausalModel) -> tuple[KVPrefix | None, int]:
+        """Returns the prefix in memory with the longest common beginning, and the length of that."""
+        best, length = None, 0
+        for prefix in self._prefixes:
+            common = prefix.begins(tokens, target)
+            if common > length:
+                best, length = prefix, common
         return best, length
 
     def add(self, prefix: KVPrefix) -> None:

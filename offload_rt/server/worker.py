@@ -23,7 +23,8 @@ from offload_rt.text.tokenize import common_beginning
 PAUSE_S = 1.0
 """Time for which running sequences wait while a piece of another prompt is read, about."""
 LEAST_PIECE = 256
-"""Fewest tokens of such a piece: fewer are not read in less time."""
+"""Fewest tokens of such a piece: fewer are not read in less time. Over a link, `prefill.chunk` are the fewest,
+as all KV before a piece crosses it."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,17 @@ class Reading:
     started: float
     scorer: PromptScorer | None = None
     rate: float = 0.0
+    _common: dict[Job, int] = field(default_factory=dict, init=False)
 
-    def known(self, tokens: Sequence[int]) -> bool:
-        """Returns whether all that `tokens` have in common with the prompt is read."""
-        return common_beginning(tokens, self.job.tokens) <= self.sequence.full.verified_length + 1
+    def common(self, job: Job) -> int:
+        """Returns the number of tokens with which both prompts begin; the same job is compared once."""
+        if job not in self._common:
+            self._common[job] = common_beginning(job.tokens, self.job.tokens)
+        return self._common[job]
+
+    def known(self, job: Job) -> bool:
+        """Returns whether all that another job's prompt has in common with this one is read."""
+        return self.common(job) <= self.sequence.full.verified_length + 1
 
 
 class Worker:
@@ -236,7 +244,9 @@ class Worker:
             for job, output in list(self._running.items()):
                 self._end(job, output)
             while self._reading:
-                self._stop_reading(self._reading[0])
+                reading = self._reading[0]
+                self._stop_reading(reading)
+                reading.job.send(Closing())
         finally:  # also after a defect: no client waits for a thread that has ended
             with self._changed:
                 self._closing = True
@@ -263,7 +273,7 @@ class Worker:
             if alone or self._full or self.running >= self._parallel:
                 return None
             for job in self._waiting:
-                if all(one.known(job.tokens) for one in self._reading):
+                if all(one.known(job) for one in self._reading):
                     self._waiting.remove(job)
                     self._opening = job
                     self._tell_positions()
@@ -281,6 +291,7 @@ class Worker:
         try:
             scorer = None
             if job.scored is None:
+                self._keep_common(job)
                 prefix, job.cached = self._prefixes.prepare(job.tokens, job.params.max_tokens)
             else:  # all of the prompt is read, as nothing is known of the likelihood of cached tokens
                 prefix, job.cached = None, 0
@@ -297,10 +308,18 @@ class Worker:
                 self._full = True
                 with self._changed:
                     self._waiting.appendleft(job)
+                    self._tell_positions()
             else:
                 self._report(job, error)
         finally:
             self._opening = None
+
+    def _keep_common(self, job: Job) -> None:
+        """Keeps what was read of a prompt by which a job's prompt begins further than by any prefix."""
+        engine, page = self._llm.engine, self._llm.engine.store.layout.page_size
+        for reading in self._reading:
+            if reading.common(job) >= self._prefixes.begins(job.tokens, job.params.max_tokens) + page:
+                self._prefixes.add(engine.snapshot(reading.sequence).without_unread())
 
     def _read(self, reading: Reading) -> None:
         """Reads the next piece of a prompt; begins its continuation once all is read."""
@@ -316,7 +335,8 @@ class Worker:
             else:
                 reading.rate = (sequence.full.verified_length - before) / (clock.now() - began)
         except _Cancelled:
-            self._stop_reading(reading)
+            if not self._closing:  # else all are stopped
+                self._stop_reading(reading)
         except Exception as error:
             self._stop_reading(reading)
             self._report(job, error)
@@ -328,7 +348,9 @@ class Worker:
         """
         if not self._running:
             return None
-        return max(LEAST_PIECE, int(reading.rate * PAUSE_S) // LEAST_PIECE * LEAST_PIECE)
+        in_place, plan = self._llm.engine.in_place, reading.sequence.plan
+        least = LEAST_PIECE if in_place else plan.config.prefill.chunk
+        return max(least, int(reading.rate * PAUSE_S) // LEAST_PIECE * LEAST_PIECE)
 
     def _begin(self, reading: Reading) -> None:
         """Begins to continue a prompt that is read."""
@@ -351,10 +373,7 @@ class Worker:
         with suppress(Exception), ExitStack() as closing:  # of a broken link, say, which is reported
             closing.callback(engine.close_sequence, sequence)
             if sequence.full.verified_length > reading.job.cached:
-                sequence.drop_unread()
-                self._prefixes.add(engine.snapshot(sequence))
-        if self._closing:
-            reading.job.send(Closing())
+                self._prefixes.add(engine.snapshot(sequence).without_unread())
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         """Sends the progress of a prefill to the job that is prefilled."""

@@ -14,9 +14,11 @@ from support.serving import NAME, Served, serving, steps_held_after
 from support.small_engine import SIZES
 from support.tiny_models import real_text
 
+from offload_rt import SamplingParams
 from offload_rt.api.sessions import SessionFolder
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
+from offload_rt.server.worker import Event, Job
 
 BOOK = real_text()[:3000].encode("ascii", "replace").decode()
 PIECE = 128
@@ -131,6 +133,50 @@ def test_streams_go_on_between_two_pieces(monkeypatch: pytest.MonkeyPatch) -> No
             assert None in between, "the running request is stepped after every piece"
         both = {made for made in calls.made[pieces[0] : pieces[-1]] if made is not None}
         assert len(both) == 2, "the second prompt is not read after the first, but in turn with it"
+
+
+def test_prompts_that_differ_in_the_end_read_their_beginning_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(sizes=PIECES) as served:
+        beginning, ends = BOOK[:1500], ("A" * 900, "B" * 900)
+        texts = [text_of(served, beginning + end) for end in ends]
+    with serving(sizes=PIECES) as served, ThreadPoolExecutor(2) as pool:
+        reading, wait = threading.Event(), threading.Event()
+        calls, read = Calls(monkeypatch), Engine.read
+
+        def held(engine: Engine, sequence: TokenSequence, most: int | None = None) -> bool:
+            if sequence.full.verified_length >= PIECE:
+                reading.set()
+                assert wait.wait(30)
+            return read(engine, sequence, most)
+
+        monkeypatch.setattr(Engine, "read", held)
+        answers = [pool.submit(text_of, served, beginning + ends[0])]
+        assert reading.wait(30)
+        answers.append(pool.submit(text_of, served, beginning + ends[1]))
+        served.wait_until(lambda: served.worker.waiting == 1)
+        wait.set()
+        assert [answer.result() for answer in answers] == texts
+        assert calls.tokens < len(beginning) + sum(map(len, ends)) + 2 * PIECE
+
+
+def test_an_error_while_the_server_closes_is_a_client_s_only_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(sizes=PIECES) as served:
+        reading, read, events = threading.Event(), Engine.read, list[Event]()
+
+        def failing(engine: Engine, sequence: TokenSequence, most: int | None = None) -> bool:
+            if sequence.full.verified_length < PIECE:
+                return read(engine, sequence, most)
+            reading.set()
+            served.wait_until(lambda: served.worker.closing)
+            raise RuntimeError("the link broke")
+
+        monkeypatch.setattr(Engine, "read", failing)
+        tokens = served.llm.prompt_ids(BOOK)
+        served.worker.submit([Job(tokens, SamplingParams(max_tokens=4, seed=0), events.append)])
+        assert reading.wait(30)
+        served.worker.close()
+        assert [str(event) for event in events if isinstance(event, Exception)] == ["the link broke"]
+        assert isinstance(events[-1], Exception)
 
 
 def test_a_client_is_told_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
