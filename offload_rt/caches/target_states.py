@@ -117,11 +117,13 @@ class TargetStates:
 
     def saved(self, length: int) -> SavedStates | None:
         """Returns a copy in host memory of the states of the first `length` tokens; None: there are none."""
-        if not self._start < length <= self.end:
-            return None
-        start = max(self._start, length - self._window)
-        newest = self._memory[start - self._start : length - self._start]
         sinks = self._sinks[: min(self._known_sinks, length)]
+        start, newest = length, self._memory[:0]  # as where reading a prompt was ended early
+        if self._start < length <= self.end:
+            start = max(self._start, length - self._window)
+            newest = self._memory[start - self._start : length - self._start]
+        elif not len(sinks):
+            return None
         return SavedStates(self._head, sinks.to("cpu", copy=True), start, newest.to("cpu", copy=True))
 
     def take(self, saved: SavedStates, length: int) -> None:

@@ -259,6 +259,24 @@ def test_states_are_those_of_the_first_and_the_newest_tokens(data: st.DataObject
             assert not stranger.parts(end)
 
 
+def test_states_of_the_first_tokens_outlive_a_reading_that_is_ended_early() -> None:
+    states, kept, other = (
+        torch.rand(200, 1),
+        *(TargetStates("head", 4, 16, 1, torch.float32, CPU) for _ in range(2)),
+    )
+    (sinks,) = kept.wanted(0, 100, 200)
+    kept.append(0, states[sinks])
+    saved = kept.saved(100)
+    assert saved is not None
+    other.take(saved, 100)
+    assert not other.parts(100)
+    (newest,) = other.wanted(100, 100, 200)
+    other.append(100 + newest.start, states[100:][newest])
+    (first, sinks), (start, rows) = other.parts(200)
+    assert (first, start) == (0, 184)
+    assert torch.equal(sinks, states[:4]) and torch.equal(rows, states[184:])
+
+
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("levels", [["head"], ["head", "target:retrieved"]], ids=["alone", "hierarchy"])
 def test_passes_are_given_the_states_of_the_target(
