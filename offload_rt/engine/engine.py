@@ -256,7 +256,11 @@ class Engine:
             resources = replace(self._resources, timeline=self.timeline)
             sequence = TokenSequence(resources, plan, runner, len(tokens) + new_tokens, prefix, prefix_tokens)
             self._sequences.append(sequence)
-            sequence.append(tokens[prefix_tokens:], None if scorer is None else scorer.take)
+            try:
+                sequence.append(tokens[prefix_tokens:], None if scorer is None else scorer.take)
+            except BaseException:
+                self.close_sequence(sequence)
+                raise
             return sequence
 
     def read(self, sequence: TokenSequence, most: int | None = None) -> bool:
@@ -297,8 +301,7 @@ class Engine:
         """Keeps what a sequence has read when reading is ended early."""
         if sequence.full.verified_length:
             with suppress(Exception):  # of a broken link, say: that one is reported already
-                sequence.drop_unread()
-                self._unfinished = sequence.snapshot(self.lock)
+                self._unfinished = sequence.snapshot(self.lock).without_unread()
 
     def snapshot(self, sequence: TokenSequence) -> KVPrefix:
         """Returns the tokens of a sequence and their KV, which it shares and goes on from; to be closed."""
