@@ -133,12 +133,15 @@ class SessionFolder(SessionFiles):
         name: str | None = None,
         messages: Messages = None,
         date: datetime | None = None,
+        *,
+        cache: bool = True,
     ) -> int:
         """Stores what `open` had read when it failed: as a session, or in the cache.
 
         Args:
             name: a session, where it does not lose a token by that; None: in the cache.
             messages, date: of the session, see `Context`.
+            cache: as it was given to `open`; False: what is no session is not stored.
 
         Returns:
             Number of tokens that are stored.
@@ -154,7 +157,7 @@ class SessionFolder(SessionFiles):
                         path = None
             if path is not None:
                 self._write(llm, prefix, path, messages, date)
-            elif self.keep_prefix(llm, prefix) is None:
+            elif not cache or self.keep_prefix(llm, prefix) is None:
                 return 0
             return len(prefix.tokens)
 

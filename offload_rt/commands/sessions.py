@@ -202,7 +202,7 @@ class Sessions:
         try:
             context, common = self._folder.open(llm, tokens, room, self._name, cache=self._cached)
         except BaseException:
-            if kept := self._folder.keep_unfinished(llm, self._name, messages, date):
+            if kept := self._folder.keep_unfinished(llm, self._name, messages, date, cache=self._cached):
                 line = f"the first {kept:,} of {len(tokens):,} tokens are kept: the same command reads on"
                 self._console.clear()
                 self._console.say(f"session    {name}: {line}")
