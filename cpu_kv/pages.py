@@ -30,6 +30,7 @@ class Slab:
         pages: their number.
         layers: for each layer a tensor of `KVLayout.slab_shape`.
         unpacked: of each layer, pages of a packed store that are kept as they are, by their numbers.
+        written: numbers of the pages that were ever written.
         mapped: views of the slab's tensors for kernels of a device, by layer and device.
     """
 
@@ -37,6 +38,7 @@ class Slab:
     pages: int
     layers: list[Future[Tensor]]
     unpacked: list[dict[int, Tensor]]
+    written: set[int] = field(default_factory=set)
     mapped: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
 
 
@@ -82,6 +84,14 @@ class PagePool:
             page.nbytes for slab in slabs for pages in slab.unpacked for page in tuple(pages.values())
         )
         return self.pages * self._layout.layers * self._layout.page_bytes + unpacked
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that the system has given, less those of the pages that sequences own."""
+        slabs, locks = tuple(self._slabs.values()), self._allocator.locks
+        given = sum(slab.pages if locks else len(slab.written) for slab in slabs)
+        owned = self.pages - len(self._free_pages)
+        return (given - owned) * self._layout.layers * self._layout.page_bytes
 
     @property
     def extra_owners(self) -> int:

@@ -93,6 +93,11 @@ class SlabAllocator:
         self._give_back_all = weakref.finalize(self, _give_back_all, self._slabs, self._locking)
 
     @property
+    def locks(self) -> bool:
+        """Whether slabs are page-locked: then the system gives their memory at once, else as it is written."""
+        return self._locking is not None
+
+    @property
     def bytes_pinned(self) -> int:
         """Bytes that are page-locked now."""
         with self._slabs_lock:

@@ -78,6 +78,14 @@ class PagedKVStore:
         return self._pool.reserved_bytes
 
     @property
+    def spare_bytes(self) -> int:
+        """Bytes of new pages that take no memory of the system, which has given them before.
+
+        Negative where sequences have reserved pages for which the system is still to give the memory.
+        """
+        return self._pool.spare_bytes
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of the keys and values in all sequences; those that sequences share count once."""
         lengths = [length for sequence in tuple(self._sequences) for length in sequence._lengths]
@@ -216,6 +224,8 @@ class SequenceKV:
         # One assignment for all of them: an interrupt before it leaves every layer as it was.
         self._lengths = [length if layer in layers else before for layer, before in enumerate(self._lengths)]
         page = self.layout.page_size
+        for run, first_page, last_page in self._runs_of(start // page, self.layout.pages(length)):
+            run.slab.written.update(range(first_page, last_page))
         for layer in layers:
             for run, first_page, last_page in self._runs_of(start // page, length // page):
                 self._pool.pack(run.slab, layer, first_page, last_page)

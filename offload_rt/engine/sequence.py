@@ -216,7 +216,9 @@ class TokenSequence:
         if first < stop:
             over_link = first > 0 and not self.transfer.link.in_place
             # Behind others, a piece goes through a layer as one chunk: their KV crosses the link once for it.
-            chunk = stop - first if over_link else config.chunk
+            # Resident KV may have taken the memory for more than the shorter chunks.
+            whole = over_link and config.piece and not self.full.resident.tokens
+            chunk = stop - first if whole else config.chunk
             tokens = self.tokens[first:stop]
             prefill(self.target, self.full, tokens, chunk, report, behind=end - stop, outputs=self._outputs)
             if self.target.device.type == "cuda":
@@ -247,7 +249,6 @@ class TokenSequence:
         self.prefill_tokens -= len(self.tokens) - length
         del self.tokens[length:]
         self._outputs = None
-        self.full.load_resident()
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         """Appends tokens and reads them. Where that fails, the sequence is as it was."""

@@ -199,8 +199,8 @@ class SequencePlanner:
 
     @property
     def _free_bytes(self) -> int:
-        """Bytes that the store has allocated and holds no KV in: they are used before it asks for more."""
-        return self._resources.store.reserved_bytes - self._resources.store.used_bytes
+        """Bytes of the store's free pages, less those that open sequences are still to fill."""
+        return self._resources.store.spare_bytes
 
     @cached_property
     def shapes(self) -> tuple[ModelShape, ModelShape | None]:

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from support.small_engine import LINKS, SIZES
 from support.tiny_models import LOCAL_ARCHITECTURES, byte_ids, local_model, noisy_copy, tiny_target
 
+from cpu_kv import PacedLink
 from offload_rt import LLM, SamplingParams
 from offload_rt.api.sessions import SessionFolder
+from offload_rt.caches.full import FullCache
+from offload_rt.caches.prompt_writer import PromptWriter
 from offload_rt.errors import UsageError
 
 PIECE, LAST = 24, 8
@@ -135,6 +138,47 @@ def test_an_append_that_fails_leaves_nothing(read_in_pieces: Any) -> None:
         assert context.generate((), SHORT).tokens == llm.generate(TEXT, SHORT).tokens
 
 
+def test_pieces_take_no_more_memory_than_is_kept_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer ones than `prefill.chunk` only where they are planned, and resident KV has not taken their room."""
+    portions = list[int]()
+    start = PromptWriter.__init__
+
+    def watched(writer: PromptWriter, cache: FullCache, tokens: int) -> None:
+        portions.append(tokens)
+        start(writer, cache, tokens)
+
+    monkeypatch.setattr(PromptWriter, "__init__", watched)
+    for changes, longest in (
+        ({}, PIECE),
+        ({"prefill.piece": 0}, 16),
+        ({"offload.resident_tokens": 32}, 16),
+    ):
+        target = tiny_target("llama-gqa")
+        with (
+            LLM.from_models(target, config="plain", overrides=PIECES | changes, link=PacedLink(1e9)) as llm,
+            llm.read(TEXT[:60]) as context,
+        ):
+            del portions[:]
+            context.append(TEXT[60:])
+            assert max(portions) == longest
+
+
+def test_a_prompt_that_is_being_read_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(Reading(), config="plain") as llm:
+        engine, target = llm.engine, llm.engine.target
+        token_bytes = engine.store.layout.stored_token_bytes + target.hidden_size * target.dtype.itemsize
+        available = int(1.5 * len(TEXT) * token_bytes)
+        monkeypatch.setattr("offload_rt.planning.sequence_planner.available_memory", lambda: available)
+        for pieces in range(3):
+            sequence = engine.start(TEXT, 1)
+            for _ in range(pieces):
+                engine.read(sequence)
+            with pytest.raises(UsageError, match="fits"):
+                engine.start([1, *TEXT[1:]], 1)
+            engine.close_sequence(sequence)
+        assert not engine.sequences
+
+
 def test_pieces_are_kept_as_a_session_and_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,14 +199,18 @@ def test_pieces_are_kept_as_a_session_and_in_the_cache(
             context.close()
 
 
-def test_a_session_loses_no_token_to_what_was_read_of_another_prompt(tmp_path: Path) -> None:
+def test_a_session_loses_no_token_to_what_was_read_of_another_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload_rt.api.sessions.LEAST_TOKENS", 16)
     reading, folder = Reading(), SessionFolder(tmp_path)
     with opened(reading) as llm:
         with llm.read(TEXT) as context:
             folder.save(context, "mine")
         reading.ends_after = 8
         with pytest.raises(KeyboardInterrupt):
-            folder.open(llm, [*TEXT[:100], *TEXT[:70]], 12, "mine")
-        assert folder.keep_unfinished(llm, "mine") == 0
+            folder.open(llm, [*TEXT[:100], *TEXT[:70]], 12, "mine", cache=False)
+        assert folder.keep_unfinished(llm, "mine", cache=False) == 0
+        assert [entry.name for entry in folder.entries()] == ["mine"]
         with folder.load(llm, "mine") as context:
             assert context.tokens == TEXT
