@@ -195,33 +195,33 @@ class Engine:
         """
         with self.lock:
             runner = self.target.for_length(len(tokens), new_tokens)
-            unfinished = self.take_unfinished()
-            if unfinished is not None:
-                reusable = tokens if scorer is None else scorer.unscored
-                if unfinished.begins(reusable, runner) > (
-                    0 if prefix is None else prefix.begins(reusable, runner)
-                ):
+            reusable = tokens if scorer is None else scorer.unscored
+            others, unfinished = len(self._sequences), self._unfinished
+            try:
+                begins = 0 if prefix is None else prefix.begins(reusable, runner)
+                further = unfinished is not None and unfinished.begins(reusable, runner) > begins
+                self._unfinished = None  # `check_room` would close it
+                if further:
                     prefix = unfinished
-                else:
+                elif unfinished is not None:
                     unfinished.close()  # there may be no room beside it
-                    unfinished = None
-            try:
                 sequence = self.start(tokens, new_tokens, tiers, sequences, prefix, scorer)
-            except BaseException:
-                self._unfinished = unfinished
-                raise
-            try:
                 while not self.read(sequence):
                     pass
-            except BaseException:
-                with ExitStack() as closing:
-                    closing.callback(self.close_sequence, sequence)
-                    self._keep_unfinished(sequence)
-                raise
-            finally:
+                prefix = None  # it is not needed again
                 if unfinished is not None:
                     unfinished.close()
-            return sequence
+                return sequence
+            except BaseException:
+                with ExitStack() as closing:
+                    for opened in self._sequences[others:]:
+                        closing.callback(self.close_sequence, opened)
+                        self._keep_unfinished(opened)
+                    if self._unfinished is None and prefix is unfinished:
+                        self._unfinished = unfinished
+                    elif unfinished is not None and self._unfinished is not unfinished:
+                        unfinished.close()
+                raise
 
     def start(
         self,
@@ -254,8 +254,9 @@ class Engine:
             else:
                 plan = self.planner.plan_with(len(tokens), new_tokens, tiers)
             resources = replace(self._resources, timeline=self.timeline)
-            sequence = TokenSequence(resources, plan, runner, len(tokens) + new_tokens, prefix, prefix_tokens)
-            self._sequences.append(sequence)
+            room = len(tokens) + new_tokens
+            self._sequences.append(TokenSequence(resources, plan, runner, room, prefix, prefix_tokens))
+            sequence = self._sequences[-1]
             try:
                 sequence.append(tokens[prefix_tokens:], None if scorer is None else scorer.take)
             except BaseException:

@@ -269,9 +269,10 @@ class TokenSequence:
         if not self.full.whole:  # a step was interrupted
             self.full.rewind(length)
             length = self.full.verified_length
-        kv = self._kv.fork(length, *kept_means(self.plan.config))
         states = None if self.full.states is None else self.full.states.saved(length)
-        return KVPrefix(list(self.tokens), kv, self.full.points(length), self.target, lock, states)
+        tokens, points = list(self.tokens), self.full.points(length)
+        kv = self._kv.fork(length, *kept_means(self.plan.config))  # last: what fails before it leaves no KV
+        return KVPrefix(tokens, kv, points, self.target, lock, states)
 
     def rewind(self, length: int) -> None:
         """Forgets the tokens from position `length` on, and their KV."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from offload_rt import LLM, SamplingParams
 from offload_rt.api.sessions import SessionFolder
 from offload_rt.caches.full import FullCache
 from offload_rt.caches.prompt_writer import PromptWriter
+from offload_rt.engine.engine import Engine
 from offload_rt.errors import UsageError
 
 PIECE, LAST = 24, 8
@@ -138,8 +141,44 @@ def test_an_append_that_fails_leaves_nothing(read_in_pieces: Any) -> None:
         assert context.generate((), SHORT).tokens == llm.generate(TEXT, SHORT).tokens
 
 
+def test_no_line_of_opening_leaks_when_it_is_interrupted() -> None:
+    reading, lines = Reading(), (Engine.open.__code__, Engine.start.__code__)
+    with opened(reading, config="plain") as llm:
+
+        def opened_again(interrupted: int) -> int:
+            """Reads what another reading had begun, but for an interrupt; returns the number of lines."""
+            reading.ends_after, seen = 11, 0
+            with pytest.raises(KeyboardInterrupt):
+                llm.read(TEXT)
+
+            def trace(frame: FrameType, event: str, _: object) -> Any:
+                nonlocal seen
+                if frame.f_code not in lines:
+                    return None
+                seen += event == "line"
+                if event == "line" and seen == interrupted:
+                    raise KeyboardInterrupt
+                return trace
+
+            before = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                llm.read(TEXT).close()
+            finally:
+                sys.settrace(before)
+            return seen
+
+        for line in range(1, opened_again(0)):  # behind the last one, the sequence is the caller's
+            with pytest.raises(KeyboardInterrupt):
+                opened_again(line)
+            assert not llm.engine.sequences
+            with llm.read(TEXT) as context:
+                assert context.tokens == TEXT
+            assert llm.engine.store.used_bytes == 0, f"line {line}"
+
+
 def test_pieces_take_no_more_memory_than_is_kept_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer ones than `prefill.chunk` only where they are planned, and resident KV has not taken their room."""
+    """Longer ones than `prefill.chunk` only where they are planned and no KV is resident."""
     portions = list[int]()
     start = PromptWriter.__init__
 
