@@ -94,7 +94,7 @@ class SlabAllocator:
 
     @property
     def locks(self) -> bool:
-        """Whether slabs are page-locked: then the system gives their memory at once, else as it is written."""
+        """Whether slabs are page-locked: the system gives their memory at once, else as it is written."""
         return self._locking is not None
 
     @property

@@ -23,8 +23,8 @@ from offload_rt.text.tokenize import common_beginning
 PAUSE_S = 1.0
 """Time for which running sequences wait while a piece of another prompt is read, about."""
 LEAST_PIECE = 256
-"""Fewest tokens of such a piece: fewer are not read in less time. Over a link, `prefill.chunk` are the fewest,
-as all KV before a piece crosses it."""
+"""Fewest tokens of such a piece: fewer are not read in less time. Over a link, which all KV before a piece
+crosses, they are `prefill.chunk`."""
 
 
 @dataclass(frozen=True)

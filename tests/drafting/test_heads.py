@@ -264,14 +264,14 @@ def test_states_of_the_first_tokens_outlive_a_reading_that_is_ended_early() -> N
         torch.rand(200, 1),
         *(TargetStates("head", 4, 16, 1, torch.float32, CPU) for _ in range(2)),
     )
-    (sinks,) = kept.wanted(0, 100, 200)
-    kept.append(0, states[sinks])
+    (part,) = kept.wanted(0, 100, 200)
+    kept.append(0, states[part])
     saved = kept.saved(100)
     assert saved is not None
     other.take(saved, 100)
     assert not other.parts(100)
-    (newest,) = other.wanted(100, 100, 200)
-    other.append(100 + newest.start, states[100:][newest])
+    (part,) = other.wanted(100, 100, 200)
+    other.append(100 + part.start, states[100:][part])
     (first, sinks), (start, rows) = other.parts(200)
     assert (first, start) == (0, 184)
     assert torch.equal(sinks, states[:4]) and torch.equal(rows, states[184:])
