@@ -240,7 +240,7 @@ class TokenSequence:
             stop = max(stop // config.chunk, first // config.chunk + 1) * config.chunk
         # The last piece has the queries that choose what is retrieved, and where a model has local layers the
         # tokens that are a portion of their own.
-        least = 2 * LAST_PORTION if self.target.kinds.local else LAST_QUERIES
+        least = 2 * LAST_PORTION + 1 if self.target.kinds.local else LAST_QUERIES
         return end if stop + least > end else stop
 
     def drop_unread(self) -> None:
