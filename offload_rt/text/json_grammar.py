@@ -13,14 +13,12 @@ from torch import Tensor
 
 from offload_rt.errors import UsageError, briefly, first_line, shortened
 from offload_rt.system.installation import install_extra
+from offload_rt.text.lark import WHITESPACE
 from offload_rt.text.tokenize import common_beginning
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
     from transformers import PreTrainedTokenizerBase
-
-WHITESPACE = {"whitespace_pattern": r"[ ]{1,2}|\n{1,2}[ \t]{0,40}"}
-"""How a text may be laid out: no model can go on with blanks for ever."""
 
 END = "<|offload-rt end of JSON|>"
 """A token added to the vocabulary of the grammars, by which a text ends in llguidance; never generated."""

@@ -6,8 +6,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from offload_rt.text.json_grammar import WHITESPACE
 from offload_rt.text.schema_types import kinds_of
+
+WHITESPACE = {"whitespace_pattern": r"[ ]{1,2}|\n{1,2}[ \t]{0,40}"}
+"""How JSON may be laid out: no model can go on with blanks for ever."""
 
 ANY = r"/(?s:.)*/"
 
@@ -52,7 +54,7 @@ class Lark:
         return self.json({**parameters, "additionalProperties": False} if bare else parameters)
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Returns the texts of JSON values that fit a schema; see `json_grammar.WHITESPACE`."""
+        """Returns the texts of JSON values that fit a schema; see `WHITESPACE`."""
         return self.rule(f"%json {json.dumps({'x-guidance': WHITESPACE} | dict(schema))}")
 
     def any_of(self, alternatives: Iterable[str]) -> str:

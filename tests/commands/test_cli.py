@@ -169,9 +169,13 @@ class CharacterTokenizer:
     """Encodes a character as a token."""
 
     bos_token_id = None
+    added_tokens_decoder: dict[int, object] = {}  # noqa: RUF012
 
     def __call__(self, text: str, verbose: bool, **options: bool) -> dict[str, list[int]]:
         return {"input_ids": [ord(character) for character in text]}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
 
 
 Run = Callable[[str], tuple[int, str, str]]
