@@ -245,6 +245,8 @@ def test_what_is_asked_of_the_runtime(llm: type[FakeLLM], run: Run) -> None:
         "ignore_eos": True,
         "json_schema": '{"enum": [1]}',
         "logprobs": None,
+        "tools": None,
+        "thinking_budget": None,
     }
 
 
