@@ -168,8 +168,8 @@ def test_kv_that_does_not_fit_is_refused_by_its_size(monkeypatch: pytest.MonkeyP
         before = again(kept, short).tokens
         reserved = llm.engine.store.reserved_bytes
         monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**30))
-        # 1.25 KiB a token: 2 layers, 4 heads of 16, keys and values in float32, and 64 hidden states. What the
-        # store has reserved and never written is part of what is available.
+        # 1.25 KiB per token: 2 layers, 4 heads of 16, keys and values in float32, and 64 hidden states. What
+        # the store has reserved and never written is part of what is available.
         free = 2**30 // 1280
         message = rf"KV of 4000020 tokens needs 4\.8 GiB .* 1\.0 GiB are .* longest .* {free} tokens"
         with pytest.raises(UsageError, match=message):
