@@ -141,7 +141,10 @@ def by_query() -> Iterator[None]:
 def open_llm(name: str, config: str, overrides: Mapping[str, object] = {}) -> LLM:
     target = tiny_target("llama-gqa")
     models = [to(model, CUDA, DTYPES[name]) for model in (target, noisy_copy(target))]
-    options: dict[str, Any] = {"overrides": {**engine_overrides(), **overrides}, "link": CudaLink(CUDA)}
+    options: dict[str, Any] = {
+        "overrides": {**engine_overrides(cpu_tokens=0), **overrides},
+        "link": CudaLink(CUDA),
+    }
     return LLM.from_models(models[0], models[1], config=config, **options)
 
 
@@ -211,7 +214,7 @@ def test_a_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def exactness(arch: str = "llama-gqa", hook: bool = False) -> tuple[str, str]:
         target = to(tiny_target(arch), CUDA)
-        with LLM.from_models(target, config="plain", overrides=engine_overrides()) as llm:
+        with LLM.from_models(target, config="plain", overrides=engine_overrides(cpu_tokens=0)) as llm:
             if hook:
                 target.model.layers[1].mlp.register_forward_hook(
                     lambda _, given, out: hooked.append(out.shape[1])
