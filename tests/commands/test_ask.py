@@ -317,7 +317,7 @@ def test_what_goes_wrong_in_a_chat_is_a_line_and_the_chat_goes_on(
         "error      out of memory: no slab; give a shorter prompt, fewer new tokens or a smaller"
         " --retrieval-budget",
         "error      stdin, line 8: byte 1 is zero, so it is not a text in UTF-8; give a txt, md, html, pdf or"
-        " epub file, or name its encoding, such as utf-16-le",
+        " epub file, or name its encoding (--encoding utf-16-le)",
     ]
     assert "/rewind    take the last" in run("chat", stdin="/help\n")[2]
 

@@ -189,7 +189,7 @@ TABLE = [
     ("generate --prompt-file F", "cannot be read (Is a directory)"),
     (
         "generate --prompt-file F/latin.txt",
-        "latin.txt: not UTF-8 (byte 3 is 0xe9); name its encoding, such as cp1252",
+        "latin.txt: not UTF-8 (byte 3 is 0xe9); name its encoding (--encoding cp1252)",
     ),
     ("generate --prompt-file F/empty.txt", "empty.txt: is empty; give at least"),
     (
@@ -231,7 +231,7 @@ TABLE = [
     ("chat --quiet --config plain", "stdin: cannot be read"),
     ("ask Who? --file F/no.txt", "no.txt: cannot be read (No such file"),
     ("chat --file F/long.txt --file F/empty.txt", "empty.txt: is empty"),
-    ("ask Who? --file F/latin.txt", "latin.txt: not UTF-8 (byte 3 is 0xe9); name its encoding"),
+    ("ask Who? --file F/latin.txt", "latin.txt: not UTF-8 (byte 3 is 0xe9); name its encoding (--encoding"),
     ("ask Who? --file F/latin.txt --encoding utf-32", "latin.txt: not utf-32 (byte 0 is 0x63)"),
     ("ask Who? --file F/paper.pdf", "paper.pdf: this PDF cannot be read"),
     ("ask Who? --max-prompt-tokens 3", "--max-prompt-tokens"),

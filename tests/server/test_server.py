@@ -422,7 +422,9 @@ def test_refusals_name_what_is_wrong(served: Served, path: str, body: Any, statu
 
 def test_a_document_is_returned_with_what_cannot_be_read_of_it(served: Served) -> None:
     data = base64.b64encode(b"<p>caf\xe9").decode()
-    notices = ["file a.html: is not utf-8; read as cp1252; name its encoding if that is wrong"]
+    notices = [
+        "file a.html: is not utf-8; read as cp1252; name its encoding if that is wrong (--encoding NAME)"
+    ]
     assert post(served, "/document", {"name": "a.html", "data": data}) == (
         200,
         {"text": "caf\xe9", "notices": notices},

@@ -72,7 +72,7 @@ def test_several_documents_have_headings(tmp_path: Path) -> None:
         ("a.txt", b"", ": is empty"),
         ("a.txt", b" \n", ": has no text; give a txt, md, html, pdf or epub file"),
         ("a.html", b"<style>p</style>", ": has no text"),
-        ("a.txt", b"caf\xe9", ": not UTF-8 (byte 3 is 0xe9); name its encoding, such as cp1252"),
+        ("a.txt", b"caf\xe9", ": not UTF-8 (byte 3 is 0xe9); name its encoding (--encoding cp1252)"),
         (
             "a.txt.gz",
             gzip.compress(b"Call me Ishmael."),
@@ -111,7 +111,7 @@ def test_what_is_refused_of_documents(tmp_path: Path, name: str, data: bytes, me
             "stray.txt",
             999 * b"a" + b"\xff",
             999 * "a" + "\ufffd",
-            "(byte 999 is 0xff): 1 character of 1,000 replaced by \ufffd; name its encoding if that is wrong",
+            "(byte 999 is 0xff): 1 character of 1,000 replaced by \ufffd; name its encoding if that is wrong (--encoding NAME)",
         ),
         (
             "zero.txt",

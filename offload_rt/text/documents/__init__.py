@@ -76,7 +76,7 @@ def document_text(
         on_notice(f"{source}: {fault}")
 
     def tell_encoding(fault: str) -> None:
-        tell(f"{fault}; name its encoding if that is wrong")
+        tell(f"{fault}; name its encoding if that is wrong (--encoding NAME)")
 
     if data.startswith(b"%PDF-") or ending == ".pdf":
         text = pdf_text(source, data, tell)

@@ -76,7 +76,7 @@ def decode(
         check_encoding(encoding)
     name = encoding or _marked(data) or "utf-8"
     shown = "UTF-8" if name.startswith("utf-8") else name
-    remedy = "name its encoding, such as cp1252"
+    remedy = "name its encoding (--encoding cp1252)"
     wrong, replaced = "", 0
     try:
         text = data.decode(name)
@@ -90,7 +90,7 @@ def decode(
     zeros = text.count("\0")
     if zeros:  # compressed files and pictures have some, too
         wrong = f"byte {data.index(0)} is zero, so it is not a text in {shown}"
-        remedy = f"give {KINDS}, or name its encoding, such as utf-16-le"
+        remedy = f"give {KINDS}, or name its encoding (--encoding utf-16-le)"
     elif halves and not wrong:
         wrong = f"not {shown} (it holds halves of characters)"
     replaced += halves + zeros
