@@ -12,6 +12,18 @@ from offload_rt.server.errors import error_json
 from offload_rt.server.worker import Event, Finished, PromptProgress, Queued
 
 Json = dict[str, Any]
+SEAL = "offload-rt thoughts: "
+"""What thoughts begin with that a client hands back without showing them."""
+
+
+def sealed(thoughts: str) -> str:
+    """Returns thoughts for a client to hand back: as they are, as no one but the user holds them."""
+    return SEAL + thoughts
+
+
+def unsealed(value: object) -> str:
+    """Returns the thoughts of a `sealed` text; none of what other services have sealed."""
+    return value.removeprefix(SEAL) if isinstance(value, str) and value.startswith(SEAL) else ""
 
 
 class Message(NamedTuple):

@@ -7,9 +7,8 @@ import uuid
 from collections.abc import Iterable
 
 from offload_rt.engine.results import GenerationResult, TokenEvent
-from offload_rt.server.answers import Answer, Json, Message
+from offload_rt.server.answers import Answer, Json, Message, sealed
 from offload_rt.server.errors import anthropic_error_json
-from offload_rt.server.messages import SIGNATURE
 from offload_rt.server.worker import Finished, PromptProgress, Queued
 from offload_rt.text.answers import AnswerPart, AnswerSplitter, CallArguments, CallBegin, Content, Thought
 
@@ -155,7 +154,7 @@ class MessageAnswer(Answer):
         self._open = False
         block, messages = self._blocks[-1], list[Message]()
         if block["type"] == "thinking":
-            block["signature"], self._unseen = SIGNATURE + self._unseen, ""
+            block["signature"], self._unseen = sealed(self._unseen), ""
             messages.append(self._delta("signature", block["signature"]))
         elif block["type"] == "tool_use" and self._arguments:
             block["input"] = json.loads(self._arguments)

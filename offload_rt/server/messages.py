@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from offload_rt.errors import UsageError, briefly
-from offload_rt.server.answers import Json
+from offload_rt.server.answers import Json, unsealed
 from offload_rt.server.schema import ChatRequest, Number, supported
 
 IGNORED = frozenset(
@@ -23,8 +23,6 @@ UNSUPPORTED = frozenset({"container", "mcp_servers", "compaction", "thread"})
 message_fields = partial(supported, ignored=IGNORED, unsupported=UNSUPPORTED)
 """Returns the fields of `MessagesRequest` among those of a body; see `supported`."""
 
-SIGNATURE = "offload-rt thoughts: "
-"""What thoughts are signed with, as clients send only signed ones back; unseen ones follow it."""
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """What Claude Code writes at the beginning of its system prompt, for Anthropic's bills: it is no part of the
 prompt, and as it differs in every request, no request would begin like an earlier one."""
@@ -241,11 +239,8 @@ def _message(role: str, texts: Sequence[str]) -> Json:
 
 
 def _thoughts(place: str, block: Mapping[str, Any]) -> str:
-    """Returns thoughts; where they were not shown, their signature holds them if it is one from here."""
-    signature = block.get("signature")
-    signed = isinstance(signature, str) and signature.startswith(SIGNATURE)
-    unseen = str(signature).removeprefix(SIGNATURE) if signed else ""
-    return _string(f"{place}.thinking", block.get("thinking")) or unseen
+    """Returns thoughts; where they were not shown, their signature holds them."""
+    return _string(f"{place}.thinking", block.get("thinking")) or unsealed(block.get("signature"))
 
 
 def _tool_use(place: str, block: Mapping[str, Any]) -> Json:

@@ -13,11 +13,11 @@ from typing import ClassVar, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.engine.results import TokenEvent
-from offload_rt.server.answers import Answer, Json, Message
+from offload_rt.server.answers import Answer, Json, Message, sealed
 from offload_rt.server.errors import sendable
 from offload_rt.server.logprobs import TokenEntries, TokensOfText
 from offload_rt.server.replies import timings
-from offload_rt.server.responses import INPUT, THOUGHTS, Callee, ResponseRequest
+from offload_rt.server.responses import INPUT, Callee, ResponseRequest
 from offload_rt.server.worker import Finished
 from offload_rt.text.answers import AnswerPart, AnswerSplitter, CallArguments, CallBegin, Thought
 
@@ -156,7 +156,7 @@ class ReasoningItem(TextItem):
     def json(self) -> Json:
         written = {"summary" if self.form is SUMMARY else "content": self._parts()}
         item = {"id": self._id, "type": "reasoning", "status": self.status, "summary": []} | written
-        return item | ({"encrypted_content": THOUGHTS + self._text} if self._encrypted else {})
+        return item | ({"encrypted_content": sealed(self._text)} if self._encrypted else {})
 
 
 class MessageItem(TextItem):

@@ -11,8 +11,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from offload_rt.errors import briefly
+from offload_rt.sampling.params import MOST_ALTERNATIVES
 from offload_rt.server import schema
-from offload_rt.server.answers import Json
+from offload_rt.server.answers import Json, unsealed
 from offload_rt.server.errors import ApiError
 from offload_rt.server.schema import ChatRequest, Effort, SampledRequest
 
@@ -27,8 +28,6 @@ UNSUPPORTED = frozenset({"background", "context_management", "modalities", "mode
 NEUTRAL_VERBOSITY = "medium"
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 """Values of `include` that add something to an answer; the others are of tools that run at OpenAI."""
-THOUGHTS = "offload-rt thoughts: "
-"""Beginning of `encrypted_content`. The thoughts follow as they are: no one but the user holds them."""
 CUT = ("in_progress", "incomplete")
 """The `status` of a message that is continued."""
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -96,7 +95,7 @@ class ResponseRequest(SampledRequest):
     reasoning: Reasoning = Field(default_factory=Reasoning)
     include: list[Any] = Field(default_factory=list)
     max_output_tokens: StrictInt | None = Field(default=None, ge=1)
-    top_logprobs: StrictInt = Field(default=0, ge=0, le=20)
+    top_logprobs: StrictInt = Field(default=0, ge=0, le=MOST_ALTERNATIVES)
     chat_template_kwargs: dict[str, Any] | None = None
     # Nothing is stored, and prompts are never truncated, whatever these say.
     store: StrictBool | None = None
@@ -203,12 +202,6 @@ def response_fields(body: Mapping[str, Any]) -> dict[str, Any]:
             raise ApiError(400, f"{name} is not supported: {remedy}", "unsupported_parameter", name)
     stateless = {name: value for name, value in body.items() if name not in STORED}
     return schema.supported(stateless, ignored=IGNORED, unsupported=UNSUPPORTED)
-
-
-def thoughts_from(encrypted: object) -> str:
-    """Returns the thoughts in the `encrypted_content` of an answer from here; none of another service's."""
-    ours = isinstance(encrypted, str) and encrypted.startswith(THOUGHTS)
-    return str(encrypted)[len(THOUGHTS) :] if ours else ""
 
 
 # Tools:
@@ -338,7 +331,7 @@ class _Conversation:
     def _reasoning(self, place: str, item: Mapping[str, Any]) -> None:
         texts = [part["text"] for part in _parts(f"{place}.content", item.get("content") or [])]
         summary = [part["text"] for part in _parts(f"{place}.summary", item.get("summary") or [])]
-        thoughts = "\n".join(texts) or thoughts_from(item.get("encrypted_content")) or "\n".join(summary)
+        thoughts = "\n".join(texts) or unsealed(item.get("encrypted_content")) or "\n".join(summary)
         if thoughts:
             answer = self._answer(begins=True)
             before = answer.get("reasoning_content")
