@@ -206,8 +206,7 @@ class Engine:
                 elif unfinished is not None:
                     unfinished.close()  # there may be no room beside it
                 sequence = self.start(tokens, new_tokens, tiers, sequences, prefix, scorer)
-                while not self.read(sequence):
-                    pass
+                sequence.read_rest(self._prefilled)
                 prefix = None  # it is not needed again
                 if unfinished is not None:
                     unfinished.close()
@@ -286,8 +285,7 @@ class Engine:
             self.stop(sequence)
             try:
                 sequence.append(tokens)
-                while not self.read(sequence):
-                    pass
+                sequence.read_rest(self._prefilled)
             except BaseException:
                 sequence.drop_unread()
                 raise

@@ -230,6 +230,11 @@ class TokenSequence:
         self.prefill_ms += 1e3 * (clock.now() - started)
         return stop >= end
 
+    def read_rest(self, progress: Progress | None = None) -> None:
+        """Reads piece after piece until none is left; see `read_piece`."""
+        while not self.read_piece(progress=progress):
+            pass
+
     def _end_of_piece(self, first: int, end: int, most: int | None) -> int:
         """Returns the position at which the next piece ends."""
         config = self.plan.config.prefill
@@ -255,8 +260,7 @@ class TokenSequence:
         before = len(self.tokens)
         try:
             self.append(tokens)
-            while not self.read_piece(progress=progress):
-                pass
+            self.read_rest(progress)
         except BaseException:
             self.prefill_tokens -= len(self.tokens) - before
             self.rewind(before)
@@ -301,8 +305,7 @@ class TokenSequence:
         if lacks_queries and self.target.kinds.full:
             self.full.rewind(max(0, self.full.verified_length - LAST_QUERIES))
         self._read_from = self.full.verified_length
-        while not self.read_piece():
-            pass
+        self.read_rest()
         started = clock.now()
         self._kv.keep_means(*kept_means(plan.config))
         self.start = len(self.tokens)

@@ -227,19 +227,9 @@ class ChatTemplate:
         """
         return self._control.encoded(self._guarded(messages, _Settings(**settings)), most)
 
-    def render(
-        self,
-        messages: Messages,
-        *,
-        answer: bool = True,
-        thinking: bool | None = None,
-        tools: Tools | None = None,
-        effort: str | None = None,
-        continue_final: bool = False,
-    ) -> str:
-        """Returns the text whose tokens `encode` returns."""
-        settings = _Settings(answer, thinking, tools, effort, continue_final)
-        return self._guarded(messages, settings).replace(GUARD, "")
+    def render(self, messages: Messages, **settings: Any) -> str:
+        """Returns the text whose tokens `encode` returns; takes its settings."""
+        return self._guarded(messages, _Settings(**settings)).replace(GUARD, "")
 
     def _guarded(self, messages: Messages, settings: _Settings) -> str:
         """Returns rendered messages; `ControlTokens.guard` has broken the control tokens of contents."""
