@@ -15,7 +15,6 @@ os.environ["OFFLOAD_RT_CONFIG"] = "/no/such/folder/settings.toml"  # nor a devel
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from hypothesis import settings
 
 from offload_rt.system.openmp import has_nvidia_driver
 
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 pytest.register_assert_rewrite("support")
-
-if "CI" in os.environ:  # where every change is tested, fewer random programs each time are enough
-    settings.register_profile("offload-rt", settings.get_profile("ci"), max_examples=30)
-    settings.load_profile("offload-rt")
 
 EMULATED_CUDA = "EMULATED_CUDA" in os.environ
 # Before anything imports Triton: where there is no GPU, its interpreter runs the kernels.
