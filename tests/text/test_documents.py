@@ -111,7 +111,8 @@ def test_what_is_refused_of_documents(tmp_path: Path, name: str, data: bytes, me
             "stray.txt",
             999 * b"a" + b"\xff",
             999 * "a" + "\ufffd",
-            "(byte 999 is 0xff): 1 character of 1,000 replaced by \ufffd; name its encoding if that is wrong (--encoding NAME)",
+            "(byte 999 is 0xff): 1 character of 1,000 replaced by \ufffd; name its encoding if that is wrong"
+            " (--encoding NAME)",
         ),
         (
             "zero.txt",
