@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from itertools import groupby
@@ -76,6 +77,12 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         for _, cases in groupby(sorted(slow, key=_test), key=_test):
             left_out -= {*list(cases)[::every]}  # the first of each test at least
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Exempts what was imported from garbage collection: a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 # Imports are lazy: the process that only distributes tests needs no torch.

@@ -432,7 +432,7 @@ def load_kernel() -> Kernel | None:
     if os.environ.get(SWITCH) == "0" or compiler is None:
         return None
     try:
-        path = cache_folder() / f"attention-{_fingerprint(compiler)}.so"
+        path = library_path(compiler)
         if not intact(path):
             _build(compiler, path)
         return Kernel(path)
@@ -444,6 +444,11 @@ def load_kernel() -> Kernel | None:
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):
         pass
     return None
+
+
+def library_path(compiler: str) -> Path:
+    """Returns where the library for this machine is kept."""
+    return cache_folder() / f"attention-{_fingerprint(compiler)}.so"
 
 
 def _fingerprint(compiler: str) -> str:

@@ -12,7 +12,6 @@ import pytest
 from support.native_kernels import ATTENTION, PROCESSORS, runs
 
 from offload_rt.kernels import building, dense, native
-from offload_rt.system.memory import cache_folder
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +23,9 @@ def built() -> dict[str, Path]:
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         return {}
-    build = native._fingerprint(compiler)
+    own = native.library_path(compiler)
     paths = {
-        processor: cache_folder() / f"test-{build}-{processor}.so"
+        processor: own if processor == "native" else own.with_name(f"test-{processor}-{own.name}")
         for processor in PROCESSORS
         if runs(processor)
     }
