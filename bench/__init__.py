@@ -19,6 +19,7 @@ COMMANDS = {
     ),
     "questions": ("studies.questions", "a second question about a document: in memory, from disk, and cold"),
     "soak": ("soak", "a server for half an hour, whose clients disconnect at random: wrong answers, memory"),
+    "pieces": ("studies.pieces", "a prefill in pieces beside the whole prompt at once"),
     "tokens": ("studies.equal_tokens", "greedy tokens beside those of transformers on real text"),
     "rollback": ("studies.rollback", "ways to return recurrent states to the accepted tokens"),
     "pages": ("studies.pages", "packed pages: bits a value, rates of packing, and passes over a link"),
