@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import product
 from statistics import median
 
 import torch
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from bench.random_models import random_prompt
 from bench.results import Row
 from bench.studies.study import Part, Study, Subject, timed
-from cpu_kv import PacedLink
+from cpu_kv import Link, PacedLink
 from offload_rt.api.llm import LLM
 from offload_rt.machine.measuring import CPU
 from offload_rt.model.embedded import demo_model
@@ -28,12 +27,12 @@ class Sizes:
 
     Attributes:
         contexts: tokens of the prompts.
-        links: GB/s of the emulated links; 0: KV is in place.
+        link: GB/s of the emulated link.
         turns: times that each way is measured.
     """
 
-    contexts: tuple[int, ...] = (16384, 32768, 65536, 131072)
-    links: tuple[float, ...] = (0.0, 4.0)
+    contexts: tuple[int, ...] = (16384, 32768, 65536)
+    link: float = 4.0
     turns: int = 3
 
 
@@ -47,27 +46,44 @@ class DemoTarget(Subject):
     def opened(cls, arguments: argparse.Namespace, sizes: Sizes) -> DemoTarget:
         return cls({"dtype": "bfloat16"}, sizes, load_model(demo_model("target"), CPU, torch.bfloat16))
 
-    def llm(self, rate: float, piece: int) -> closing[LLM]:
+    def llm(self, link: Link | None, piece: int) -> closing[LLM]:
         """Opens the model; `piece` 0: as is planned."""
-        link, overrides = PacedLink(1e9 * rate) if rate else None, {"prefill.piece": piece}
+        overrides = {"prefill.piece": piece, "store.code": "raw"}
         return closing(LLM.from_models(self.model, config="retrieval", link=link, overrides=overrides))
 
 
-def prefills(subject: DemoTarget) -> Iterator[Row]:
-    """Seconds of a prefill, by how many tokens go through all layers at a time.
+def in_place(subject: DemoTarget) -> Iterator[Row]:
+    """Seconds of a prefill in place, in planned pieces and of the whole prompt at once.
 
-    In planned pieces, and the whole prompt at once, in turns. `ratio`: the median of that of each turn.
+    In turns. `ratio`: the median of that of each turn.
     """
-    for rate, context in product(subject.sizes.links, subject.sizes.contexts):
+    return _compared(subject, lambda: None)
+
+
+def over_link(subject: DemoTarget) -> Iterator[Row]:
+    """Seconds of a prefill over an emulated link, likewise.
+
+    As on a GPU, what computes neither copies nor attends to packed pages: one thread computes, so that copies
+    have another core, and pages are not packed.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from _compared(subject, lambda: PacedLink(1e9 * subject.sizes.link))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compared(subject: DemoTarget, link: Callable[[], Link | None]) -> Iterator[Row]:
+    for context in subject.sizes.contexts:
         prompt = random_prompt(subject.model.config.vocab_size, context)
-        with subject.llm(rate, piece=0) as planned, subject.llm(rate, piece=context) as whole:
+        with subject.llm(link(), piece=0) as planned, subject.llm(link(), piece=context) as whole:
             turns = []
             for turn in range(subject.sizes.turns):
                 ways = (planned, whole) if turn % 2 == 0 else (whole, planned)
                 turns.append({llm: _read(llm, prompt) for llm in ways})
             pieces, at_once = ([seconds[llm][0] for seconds in turns] for llm in (planned, whole))
             yield {
-                "kv": f"link of {rate:g} GB/s" if rate else "in place",
                 "context": context,
                 "piece": turns[0][planned][1],
                 "pieces": median(pieces),
@@ -88,7 +104,7 @@ STUDY = Study(
     note="Medians in seconds of the demo's target with random tokens, on a CPU.",
     sizes=Sizes(),
     quick={"contexts": (8192,), "turns": 1},
-    minutes=(25, 1),
+    minutes=(20, 1),
     opened=DemoTarget.opened,
-    parts={"prefills": Part(prefills)},
+    parts={"in-place": Part(in_place), "link": Part(over_link)},
 )

@@ -308,7 +308,11 @@ def test_table() -> None:
             },
             {"passes": 2, "memory": 1},
         ),
-        ("pieces", {"contexts": (300,), "links": (0.0, 100.0), "turns": 1}, {"prefills": 2}),
+        (
+            "pieces",
+            {"contexts": (300,), "link": 100.0, "turns": 1},
+            {"in-place": 1, "link": 1},
+        ),
         ("pages", {"context": 600, "rate": 100.0, "queries": (2,), "turns": 1}, {"code": 2, "passes": 1}),
     ],
 )
