@@ -1,12 +1,13 @@
 """Tokens of a long text, piece by piece: joined, they are exactly those of the whole text.
 
-A text is cut between two words, in front of the blank that separates them. That is exact where three things
-hold:
+A text is cut between two words, in front of the blank that separates them. A tokenizer that puts a blank in
+front of every text, as that of Llama 2 does, gets the part behind without its own. That is exact where three
+things hold:
 
 - Pre-tokenizers match runs of letters, and a blank ends such a run, whatever stands before and behind it.
 - No token of the vocabulary has a letter and then a blank. So without a pre-tokenizer no merge of byte-pair
   encoding, and no piece of a unigram model, spans the cut: both sides are encoded independently.
-- The tokenizer adds nothing at the beginning of a text, and no added token lies across the cut. The words
+- The tokenizer adds nothing else at the beginning of a text, and no added token lies across the cut. The words
   around each cut are encoded together and apart to make sure of it.
 
 Where no such place is found, pieces become longer, up to the whole text.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
@@ -75,10 +76,10 @@ def pieces(
     while start < len(text):
         size = PIECE
         while start + size < len(text):
-            end = _last_cut(text, start, start + size, encode) if cuts else None
-            if end is not None:
-                yield encode(text[start:end])
-                start = end
+            cut = _last_cut(text, start, start + size, encode) if cuts else None
+            if cut is not None:
+                yield encode(text[start : cut.end])
+                start = cut.start
                 break
             # What is refused need not be read to its end, nor kept in memory.
             if most is not None and len(part := encode(text[start : start + size])) > 2 * most:
@@ -90,11 +91,20 @@ def pieces(
             return
 
 
-def _last_cut(text: str, start: int, end: int, encode: Callable[[str], list[int]]) -> int | None:
+class _Cut(NamedTuple):
+    """Where the part before a cut ends, and where the part behind it starts."""
+
+    end: int
+    start: int
+
+
+def _last_cut(text: str, start: int, end: int, encode: Callable[[str], list[int]]) -> _Cut | None:
     """Returns the last place in a part of a text at which it can be cut; None where none is found."""
     found = [at.end() for at in _CUT.finditer(text, max(start, end - _LOOK_BACK), end)]
     for cut in reversed(found[-_CANDIDATES:]):
         before, behind = text[max(start, cut - _AROUND) : cut], text[cut : cut + _AROUND]
-        if encode(before + behind) == encode(before) + encode(behind):
-            return cut
+        together, first = encode(before + behind), encode(before)
+        for left_out in (0, 1) if text[cut] == " " else (0,):
+            if together == first + encode(behind[left_out:]):
+                return _Cut(cut, cut + left_out)
     return None

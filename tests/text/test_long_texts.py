@@ -131,7 +131,7 @@ def test_tokens_of_pieces_are_those_of_the_whole_text(kind: str, monkeypatch: py
     check()
 
 
-@pytest.mark.parametrize("kind", ["qwen", "gpt2", "gemma", "unigram"])
+@pytest.mark.parametrize("kind", ["qwen", "gpt2", "gemma", "llama2", "unigram"])
 def test_prose_comes_in_pieces(kind: str, short_pieces: None) -> None:
     parts = list(encoded(tokenizer_of(kind), real_text()[:4000]))
     assert len(parts) > 50
