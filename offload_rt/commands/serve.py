@@ -156,9 +156,9 @@ def _serve(llm: LLM, listening: socket.socket, arguments: argparse.Namespace, co
 
     from offload_rt.server.app import Service, create_app
     from offload_rt.server.connections import connection_class
-    from offload_rt.server.metrics import Metrics
-    from offload_rt.server.prefixes import PrefixPool
-    from offload_rt.server.worker import Worker
+    from offload_rt.server.jobs.metrics import Metrics
+    from offload_rt.server.jobs.prefixes import PrefixPool
+    from offload_rt.server.jobs.worker import Worker
     from offload_rt.system.hardware import GIB
     from offload_rt.system.memory import available_memory
 

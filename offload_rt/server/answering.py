@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from offload_rt.errors import UsageError, first_line
 from offload_rt.planning.request import ContextTooLong
-from offload_rt.server.answers import Answer, Message
-from offload_rt.server.errors import ApiError
-from offload_rt.server.worker import Closing, Event, Job, QueueFull
+from offload_rt.server.jobs.worker import Closing, Event, Job, QueueFull
+from offload_rt.server.protocols.answer import Answer, Message
+from offload_rt.server.protocols.errors import ApiError
 from offload_rt.system import clock
 
 KEEP_ALIVE_S = 5.0

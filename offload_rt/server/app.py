@@ -27,17 +27,19 @@ from offload_rt.errors import UsageError, first_line
 from offload_rt.planning.request import ContextTooLong, check_positions
 from offload_rt.sampling.params import SamplingParams, token_ids
 from offload_rt.server.answering import Answering, ClientGone, explained
-from offload_rt.server.answers import Answer
-from offload_rt.server.errors import ApiError, error_response
+from offload_rt.server.jobs.metrics import Metrics
+from offload_rt.server.jobs.worker import Closing, Event, Job, Worker
 from offload_rt.server.limits import Limits
-from offload_rt.server.message_answers import MessageAnswer
-from offload_rt.server.messages import MessagesRequest, message_fields
-from offload_rt.server.metrics import Metrics
 from offload_rt.server.page_files import PageFiles
-from offload_rt.server.replies import ChatReply, CompletionReply, Completions, Reply, new_id
-from offload_rt.server.response_answers import ResponseAnswer
-from offload_rt.server.responses import ResponseRequest, response_fields
-from offload_rt.server.schema import (
+from offload_rt.server.protocols.answer import Answer
+from offload_rt.server.protocols.completion_answers import (
+    ChatReply,
+    CompletionAnswer,
+    CompletionReply,
+    Reply,
+    new_id,
+)
+from offload_rt.server.protocols.completions import (
     ChatRequest,
     CompletionRequest,
     DocumentRequest,
@@ -47,7 +49,11 @@ from offload_rt.server.schema import (
     supported,
     text_length,
 )
-from offload_rt.server.worker import Closing, Event, Job, Worker
+from offload_rt.server.protocols.errors import ApiError, error_response
+from offload_rt.server.protocols.message_answers import MessageAnswer
+from offload_rt.server.protocols.messages import MessagesRequest, message_fields
+from offload_rt.server.protocols.response_answers import ResponseAnswer
+from offload_rt.server.protocols.responses import ResponseRequest, response_fields
 from offload_rt.text.documents import check_encoding, document_text
 from offload_rt.text.pieces import longest_token
 
@@ -359,7 +365,7 @@ class Service:
 
     def _completions(self, body: GenerationRequest, replies: Sequence[Reply], prompts: int = 1) -> Answer:
         options = body.stream_options or StreamOptions()
-        return Completions(
+        return CompletionAnswer(
             replies,
             prompts=prompts,
             with_usage=options.include_usage,

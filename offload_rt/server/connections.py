@@ -11,7 +11,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from offload_rt.server.errors import CROWDED, error_json
+from offload_rt.server.protocols.errors import CROWDED, error_json
 
 HEADER_TIMEOUT_S = 10.0
 REFUSED_SHARE = 0.25

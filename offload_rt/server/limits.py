@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from offload_rt.server.errors import CROWDED, error_response
+from offload_rt.server.protocols.errors import CROWDED, error_response
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

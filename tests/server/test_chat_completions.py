@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.serving import NAME, Served, saying, serving
 
-from offload_rt.server.schema import ChatRequest, supported
-from offload_rt.server.worker import Job, QueueFull, Worker
+from offload_rt.server.jobs.worker import Job, QueueFull, Worker
+from offload_rt.server.protocols.completions import ChatRequest, supported
 from offload_rt.text.chat import ChatTemplate
 
 HI: list[Any] = [{"role": "user", "content": "What does the file say?"}]

@@ -20,10 +20,10 @@ from support.tiny_models import real_text
 
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.results import TokenEvent
+from offload_rt.server.jobs.worker import Finished, PromptProgress, Queued
 from offload_rt.server.limits import Limits
-from offload_rt.server.message_answers import MessageAnswer
-from offload_rt.server.messages import MessagesRequest, message_fields
-from offload_rt.server.worker import Finished, PromptProgress, Queued
+from offload_rt.server.protocols.message_answers import MessageAnswer
+from offload_rt.server.protocols.messages import MessagesRequest, message_fields
 from offload_rt.text.answers import AnswerSplitter
 from offload_rt.text.call_formats import HermesCalls
 from offload_rt.text.calls import CallSplitter

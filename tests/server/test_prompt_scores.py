@@ -13,7 +13,7 @@ from support.tiny_models import real_text
 
 from offload_rt import TokenEvent
 from offload_rt.engine.results import PromptScore
-from offload_rt.server.replies import CompletionReply
+from offload_rt.server.protocols.completion_answers import CompletionReply
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 TEXT = real_text()[:300].encode("ascii", "replace").decode()

@@ -18,7 +18,7 @@ from offload_rt import SamplingParams
 from offload_rt.api.sessions import SessionFolder
 from offload_rt.engine.engine import Engine
 from offload_rt.engine.sequence import TokenSequence
-from offload_rt.server.worker import Event, Job
+from offload_rt.server.jobs.worker import Event, Job
 
 BOOK = real_text()[:3000].encode("ascii", "replace").decode()
 PIECE = 128
@@ -197,7 +197,7 @@ def test_a_client_is_told_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_shutdown_keeps_the_pieces_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload_rt.api.sessions.LEAST_TOKENS", 16)
-    monkeypatch.setattr("offload_rt.server.prefixes.LEAST_TOKENS", 16)
+    monkeypatch.setattr("offload_rt.server.jobs.prefixes.LEAST_TOKENS", 16)
     disk = SessionFolder(tmp_path)
     with serving(sizes=PIECES, disk=disk) as served, ThreadPoolExecutor(1) as pool:
         read, pieces = Engine.read, threading.Semaphore(0)

@@ -17,9 +17,9 @@ from support.tiny_models import real_text
 
 from offload_rt import TokenEvent
 from offload_rt.engine.engine import Engine
-from offload_rt.server.errors import ApiError
-from offload_rt.server.logprobs import TokensOfText
-from offload_rt.server.responses import ResponseRequest, response_fields
+from offload_rt.server.protocols.errors import ApiError
+from offload_rt.server.protocols.logprobs import TokensOfText
+from offload_rt.server.protocols.responses import ResponseRequest, response_fields
 
 BOOK = real_text()[:1000].encode("ascii", "replace").decode()
 QUESTION = f"{BOOK}\n\nWho is Ahab?"

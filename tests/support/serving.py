@@ -27,9 +27,9 @@ from offload_rt.api.sessions import SessionFolder
 from offload_rt.engine.engine import Engine
 from offload_rt.server.app import Service, create_app
 from offload_rt.server.connections import connection_class
-from offload_rt.server.metrics import Metrics
-from offload_rt.server.prefixes import PrefixPool
-from offload_rt.server.worker import Worker
+from offload_rt.server.jobs.metrics import Metrics
+from offload_rt.server.jobs.prefixes import PrefixPool
+from offload_rt.server.jobs.worker import Worker
 from offload_rt.text.tokenize import TextStream
 from support.small_engine import SIZES
 from support.tiny_models import byte_tokenizer, noisy_copy, tiny_target

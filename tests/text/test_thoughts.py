@@ -14,7 +14,7 @@ from support.word_models import chain, words
 from transformers import PreTrainedTokenizerFast
 
 from offload_rt import LLM, UsageError
-from offload_rt.server.replies import ChatReply
+from offload_rt.server.protocols.completion_answers import ChatReply
 from offload_rt.text.thoughts import FORMATS, THINK, ThoughtMarks, ThoughtSplitter
 
 HARMONY, MISTRAL, SEED, GEMMA, COHERE, *_ = FORMATS

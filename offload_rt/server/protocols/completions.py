@@ -1,4 +1,4 @@
-"""The requests that the server takes: fields of OpenAI's, and some of llama.cpp's and vLLM's."""
+"""Requests of OpenAI's completions, with some fields of llama.cpp's and vLLM's, and of the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, Str
 
 from offload_rt.errors import UsageError, briefly
 from offload_rt.sampling.params import MOST_ALTERNATIVES, SamplingParams, with_changes
-from offload_rt.server.errors import ApiError
+from offload_rt.server.protocols.errors import ApiError
 from offload_rt.text.tools import Tools
 
 MOST_CHOICES = 16

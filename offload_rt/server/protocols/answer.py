@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offload_rt.engine.results import PromptScore, TokenEvent
-from offload_rt.server.errors import error_json
-from offload_rt.server.worker import Event, Finished, PromptProgress, Queued
+from offload_rt.server.jobs.worker import Event, Finished, PromptProgress, Queued
+from offload_rt.server.protocols.errors import error_json
 
 Json = dict[str, Any]
 SEAL = "offload-rt thoughts: "

@@ -7,9 +7,9 @@ import uuid
 from collections.abc import Iterable
 
 from offload_rt.engine.results import GenerationResult, TokenEvent
-from offload_rt.server.answers import Answer, Json, Message, sealed
-from offload_rt.server.errors import anthropic_error_json
-from offload_rt.server.worker import Finished, PromptProgress, Queued
+from offload_rt.server.jobs.worker import Finished, PromptProgress, Queued
+from offload_rt.server.protocols.answer import Answer, Json, Message, sealed
+from offload_rt.server.protocols.errors import anthropic_error_json
 from offload_rt.text.answers import AnswerPart, AnswerSplitter, CallArguments, CallBegin, Content, Thought
 
 DELTAS = {

@@ -13,12 +13,12 @@ from typing import ClassVar, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.engine.results import TokenEvent
-from offload_rt.server.answers import Answer, Json, Message, sealed
-from offload_rt.server.errors import sendable
-from offload_rt.server.logprobs import TokenEntries, TokensOfText
-from offload_rt.server.replies import timings
-from offload_rt.server.responses import INPUT, Callee, ResponseRequest
-from offload_rt.server.worker import Finished
+from offload_rt.server.jobs.worker import Finished
+from offload_rt.server.protocols.answer import Answer, Json, Message, sealed
+from offload_rt.server.protocols.completion_answers import timings
+from offload_rt.server.protocols.errors import sendable
+from offload_rt.server.protocols.logprobs import TokenEntries, TokensOfText
+from offload_rt.server.protocols.responses import INPUT, Callee, ResponseRequest
 from offload_rt.text.answers import AnswerPart, AnswerSplitter, CallArguments, CallBegin, Thought
 
 ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}

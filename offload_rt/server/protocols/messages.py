@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from offload_rt.errors import UsageError, briefly
-from offload_rt.server.answers import Json, unsealed
-from offload_rt.server.schema import ChatRequest, Number, supported
+from offload_rt.server.protocols.answer import Json, unsealed
+from offload_rt.server.protocols.completions import ChatRequest, Number, supported
 
 IGNORED = frozenset(
     {"metadata", "cache_control", "service_tier", "inference_geo", "speed", "diagnostics", "betas"}

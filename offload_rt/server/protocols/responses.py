@@ -12,10 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from offload_rt.errors import briefly
 from offload_rt.sampling.params import MOST_ALTERNATIVES
-from offload_rt.server import schema
-from offload_rt.server.answers import Json, unsealed
-from offload_rt.server.errors import ApiError
-from offload_rt.server.schema import ChatRequest, Effort, SampledRequest
+from offload_rt.server.protocols import completions
+from offload_rt.server.protocols.answer import Json, unsealed
+from offload_rt.server.protocols.completions import ChatRequest, Effort, SampledRequest
+from offload_rt.server.protocols.errors import ApiError
 
 IGNORED = frozenset(
     {"access_programs", "background_options", "client_metadata", "image", "max_tool_calls"}
@@ -201,7 +201,7 @@ def response_fields(body: Mapping[str, Any]) -> dict[str, Any]:
             remedy = "this server stores no responses; send the whole conversation in input"
             raise ApiError(400, f"{name} is not supported: {remedy}", "unsupported_parameter", name)
     stateless = {name: value for name, value in body.items() if name not in STORED}
-    return schema.supported(stateless, ignored=IGNORED, unsupported=UNSUPPORTED)
+    return completions.supported(stateless, ignored=IGNORED, unsupported=UNSUPPORTED)
 
 
 # Tools:

@@ -1,4 +1,4 @@
-"""Builds OpenAI's chunks and completions from the events of a generation."""
+"""The answers of OpenAI's chat completions and completions: whole, or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 import offload_rt
 from offload_rt.engine.results import Alternatives, FinishReason, PromptScore, TokenEvent
-from offload_rt.server.answers import Answer, Json, Message
-from offload_rt.server.logprobs import TokenEntries, TokensOfText, TokenTable, prompt_logprobs
-from offload_rt.server.worker import Finished, PromptProgress, Queued
+from offload_rt.server.jobs.worker import Finished, PromptProgress, Queued
+from offload_rt.server.protocols.answer import Answer, Json, Message
+from offload_rt.server.protocols.logprobs import TokenEntries, TokensOfText, TokenTable, prompt_logprobs
 from offload_rt.text.answers import (
     AnswerPart,
     AnswerSplitter,
@@ -278,7 +278,7 @@ class CompletionReply(Reply):
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-class Completions(Answer):
+class CompletionAnswer(Answer):
     """The answer of OpenAI's chat completions and completions.
 
     Args:

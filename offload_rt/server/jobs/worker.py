@@ -15,8 +15,8 @@ from offload_rt.engine.scoring import PromptScorer
 from offload_rt.engine.sequence import TokenSequence
 from offload_rt.errors import UsageError, first_line
 from offload_rt.sampling.params import SamplingParams
-from offload_rt.server.metrics import Metrics
-from offload_rt.server.prefixes import PrefixPool
+from offload_rt.server.jobs.metrics import Metrics
+from offload_rt.server.jobs.prefixes import PrefixPool
 from offload_rt.system import clock
 from offload_rt.text.tokenize import common_beginning
 

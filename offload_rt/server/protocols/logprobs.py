@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from offload_rt.engine.results import PromptScore, TokenEvent
-from offload_rt.server.answers import Json
+from offload_rt.server.protocols.answer import Json
 from offload_rt.text.tokenize import TokenTexts
 
 
