@@ -7,8 +7,8 @@ things hold:
 - Pre-tokenizers match runs of letters, and a blank ends such a run, whatever stands before and behind it.
 - No token of the vocabulary has a letter and then a blank. So without a pre-tokenizer no merge of byte-pair
   encoding, and no piece of a unigram model, spans the cut: both sides are encoded independently.
-- The tokenizer adds nothing else at the beginning of a text, and no added token lies across the cut. The words
-  around each cut are encoded together and apart to make sure of it.
+- The tokenizer adds nothing else at the beginning of a text, and no added token lies across the cut. The
+  words around each cut are encoded together and apart to make sure of it.
 
 Where no such place is found, pieces become longer, up to the whole text.
 """
