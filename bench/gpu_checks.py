@@ -22,7 +22,8 @@ from bench.results import Row
 from cpu_kv import CudaLink, Event, KVLayout, KVPages, PlainPages, SlabAllocator, head_major
 from cpu_kv.mapped import computed_copy, device_view
 from cpu_kv.streams import device_streams
-from offload_rt.attention.backends import AttentionBackend, choose_backend, fold, folded_mask
+from offload_rt.attention.backends import AttentionBackend, fold, folded_mask
+from offload_rt.attention.selector import choose_backend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.config.schema import StoreConfig
 from offload_rt.errors import first_line

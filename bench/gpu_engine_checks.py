@@ -24,7 +24,7 @@ from bench.studies import two_devices
 from cpu_kv import CudaLink, ElementType, Event
 from cpu_kv.mapped import PeerCopies
 from cpu_kv.streams import device_streams
-from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.selector import choose_backend
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.streaming import StreamingCache
 from offload_rt.config.schema import Config

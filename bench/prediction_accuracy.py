@@ -25,7 +25,7 @@ from bench.cases import IN_PLACE, Named
 from bench.results import RESULTS, Row, envelope, read_lines, table
 from bench.rounds import RATIO, alike, worst
 from cpu_kv import ElementType, KVLayout, PagedKVStore
-from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.selector import choose_backend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.layer_kinds import LayerKind, LayerKinds
 from offload_rt.caches.sizes import GpuTier

@@ -16,7 +16,7 @@ from bench import arguments as args
 from bench.arguments import say
 from cpu_kv import CpuLink, CudaLink, ElementType, Link, PagedKVStore
 from cpu_kv.sizes import dtype_name
-from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.selector import choose_backend
 from offload_rt.caches.sizes import EVERYTHING_STREAMED
 from offload_rt.config.schema import Config
 from offload_rt.drafting.base import TokenView

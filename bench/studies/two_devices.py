@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from bench.random_models import model_of
 from bench.results import Row
 from cpu_kv import CpuLink, CudaLink
-from offload_rt.attention.backends import choose_backend, torch_threads
+from offload_rt.attention.backends import torch_threads
+from offload_rt.attention.selector import choose_backend
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.split import ModelLayers, SplitCache
 from offload_rt.caches.streaming import StreamingCache

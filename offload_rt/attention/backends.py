@@ -24,11 +24,9 @@ from torch import Tensor
 from cpu_kv import KVPages, PlainPages, head_major
 from offload_rt.attention.mass import Sample
 from offload_rt.kernels import operators
-from offload_rt.kernels.native import Kernel, load_kernel
+from offload_rt.kernels.native import Kernel
 from offload_rt.kernels.quantized import QuantizedLayer
 from offload_rt.kernels.tail import TailView
-
-RESERVED_CORES = 3  # for the threads that run a pass, draft and choose chunks while the CPU attends
 
 Total = tuple[Tensor, Tensor]
 """A sum of attention over segments, `[kv_heads, folded_query, head_dim]`, and its log-sum-exp `[kv_heads,
@@ -337,26 +335,6 @@ class NativeCpuBackend(TorchCpuBackend):
         if count is not None or not self._kernel.supports_quantized(queries, layer):
             return super().add_quantized(total, queries, layer, scale, count)
         return self._kernel.attend_quantized(queries, layer, scale, self.threads, total)
-
-
-def choose_backend(device: torch.device, threads: int | None = None) -> AttentionBackend:
-    """Returns the fastest backend for `device`: flash-attn or our CPU kernel where faster, else torch's.
-
-    Args:
-        threads: CPU threads per call (default: torch's number).
-    """
-    if device.type == "cpu":
-        kernel = load_kernel()
-        return TorchCpuBackend(threads) if kernel is None else NativeCpuBackend(kernel, threads)
-    from offload_rt.attention.cuda_backends import cuda_backend  # which extends this module
-
-    return cuda_backend(device)
-
-
-def cpu_share_backend(device: torch.device) -> AttentionBackend:
-    """Returns the CPU backend for a range of KV that the CPU attends on behalf of `device`."""
-    threads = None if device.type == "cpu" else max(1, torch.get_num_threads() - RESERVED_CORES)
-    return choose_backend(torch.device("cpu"), threads)
 
 
 def fold(queries: Tensor, kv_heads: int) -> Tensor:

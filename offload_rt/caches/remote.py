@@ -20,8 +20,9 @@ from torch import Tensor
 from cpu_kv import KVPages, LayerStream, TransferEngine
 from cpu_kv.mapped import MappedBuffer, PeerCopies, computed_copy, joined_bytes, split_bytes
 from cpu_kv.streams import device_streams
-from offload_rt.attention.backends import choose_backend, cpu_share_backend, unfold
+from offload_rt.attention.backends import unfold
 from offload_rt.attention.mass import summed_mass
+from offload_rt.attention.selector import choose_backend, cpu_share_backend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.resident import ResidentTier
 from offload_rt.caches.sizes import GpuTier

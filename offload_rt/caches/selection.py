@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from cpu_kv import KVLayout
-from offload_rt.attention.backends import choose_backend, fold
+from offload_rt.attention.backends import fold
+from offload_rt.attention.selector import choose_backend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.base import CacheSource
 from offload_rt.caches.sizes import layers_at_a_time

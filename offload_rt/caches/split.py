@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from cpu_kv import KVLayout, LayerGatherer
-from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.selector import choose_backend
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.base import CachedModel, DerivedCache, VerifiedTokens
 from offload_rt.caches.bounded import BoundedCache

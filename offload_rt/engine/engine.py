@@ -8,9 +8,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from cpu_kv import CpuLink, CudaLink, Link, PagedKVStore
-from offload_rt.attention.backends import choose_backend
 from offload_rt.attention.cuda_backends import use_triton
 from offload_rt.attention.page_codec import machine_codec
+from offload_rt.attention.selector import choose_backend
 from offload_rt.caches.sizes import Tiers, stored_layout
 from offload_rt.config.schema import Config
 from offload_rt.drafting.base import Round

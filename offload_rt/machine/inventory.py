@@ -18,8 +18,8 @@ import pynvml
 import torch
 
 from cpu_kv import SlabAllocator
-from offload_rt.attention.backends import choose_backend
 from offload_rt.attention.cuda_backends import use_triton
+from offload_rt.attention.selector import choose_backend
 from offload_rt.kernels.native import SWITCH, load_kernel
 from offload_rt.system.memory import available_memory, total_memory
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cpu_kv import PlainPages, SlabAllocator
 from cpu_kv.streams import finish_device
-from offload_rt.attention.backends import choose_backend, cpu_share_backend
+from offload_rt.attention.selector import choose_backend, cpu_share_backend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.streaming import StreamingCache

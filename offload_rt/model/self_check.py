@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
 from cpu_kv import PlainPages
-from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.selector import choose_backend
 from offload_rt.attention.sums import AttentionSum, Softmax
 from offload_rt.caches.local import LocalState
 from offload_rt.errors import UsageError

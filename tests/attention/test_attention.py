@@ -21,16 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_kv import PlainPages, head_major
-from offload_rt.attention.backends import (
-    AttentionBackend,
-    TorchCpuBackend,
-    choose_backend,
-    cpu_share_backend,
-    fold,
-    folded_mask,
-    unfold,
-)
+from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, fold, folded_mask, unfold
 from offload_rt.attention.cuda_backends import FlashAttnBackend, TorchCudaBackend, cuda_backend, preferred
+from offload_rt.attention.selector import choose_backend, cpu_share_backend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.caches.new_tokens import NewTokens, sees_entries
 from offload_rt.caches.speculative import SpeculativeTokens

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.selector import choose_backend
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.speculative import SpeculativeTokens

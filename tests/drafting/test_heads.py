@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.selector import choose_backend
 from offload_rt.caches.head import HeadCache
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.caches.target_states import TargetStates

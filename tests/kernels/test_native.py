@@ -25,7 +25,8 @@ from support.reference_attention import ReferenceBackend, attend, merge
 from torch import Tensor
 
 from cpu_kv import KVLayout, PlainPages
-from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend, choose_backend, torch_threads
+from offload_rt.attention.backends import NativeCpuBackend, TorchCpuBackend, torch_threads
+from offload_rt.attention.selector import choose_backend
 from offload_rt.attention.sums import AttentionSum
 from offload_rt.kernels import building, native, operators
 from offload_rt.kernels.quantized import QuantizedKV

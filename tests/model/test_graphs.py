@@ -24,7 +24,8 @@ from torch import Tensor
 from cpu_kv import PacedLink, SlabAllocator
 from cpu_kv.streams import device_streams, finish_devices, release_cached_memory
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend, choose_backend
+from offload_rt.attention.backends import AttentionBackend, TorchCpuBackend
+from offload_rt.attention.selector import choose_backend
 from offload_rt.caches.bounded import MAX_RECORDED_SPECULATION, BoundedCache, fixed_shape_attention
 from offload_rt.caches.buffers import BufferPool, KVBuffer
 from offload_rt.caches.new_tokens import NewTokens

@@ -17,7 +17,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from offload_rt import LLM, SamplingParams
-from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.selector import choose_backend
 from offload_rt.caches.head import HeadCache
 from offload_rt.caches.new_tokens import NewTokens
 from offload_rt.drafting.head_model import HeadModel

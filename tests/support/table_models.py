@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from cpu_kv import CpuLink
-from offload_rt.attention.backends import choose_backend
+from offload_rt.attention.selector import choose_backend
 from offload_rt.attention.sums import Softmax
 from offload_rt.caches.base import VerifiedTokens
 from offload_rt.caches.head import HeadCache

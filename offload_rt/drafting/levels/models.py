@@ -256,7 +256,7 @@ class WindowLevel(ModelLevel):
         return self.config.streaming.sinks + self.config.streaming.window
 
     def cache(self, model: CachedModel, resources: Resources) -> BoundedCache:
-        from offload_rt.attention.backends import choose_backend
+        from offload_rt.attention.selector import choose_backend
         from offload_rt.caches.local import LocalState
         from offload_rt.caches.streaming import StreamingCache
 
