@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
 
@@ -16,6 +15,7 @@ from bench.results import Row
 from bench.studies.study import Part, Study, Subject, timed
 from cpu_kv import Link, PacedLink
 from offload_rt.api.llm import LLM
+from offload_rt.attention.backends import torch_threads
 from offload_rt.machine.measuring import CPU
 from offload_rt.model.embedded import demo_model
 from offload_rt.model.loading import load_model
@@ -46,10 +46,10 @@ class DemoTarget(Subject):
     def opened(cls, arguments: argparse.Namespace, sizes: Sizes) -> DemoTarget:
         return cls({"dtype": "bfloat16"}, sizes, load_model(demo_model("target"), CPU, torch.bfloat16))
 
-    def llm(self, link: Link | None, piece: int) -> closing[LLM]:
+    def llm(self, link: Link | None, piece: int) -> LLM:
         """Opens the model; `piece` 0: as is planned."""
         overrides = {"prefill.piece": piece, "store.code": "raw"}
-        return closing(LLM.from_models(self.model, config="retrieval", link=link, overrides=overrides))
+        return LLM.from_models(self.model, config="retrieval", link=link, overrides=overrides)
 
 
 def in_place(subject: DemoTarget) -> Iterator[Row]:
@@ -66,12 +66,8 @@ def over_link(subject: DemoTarget) -> Iterator[Row]:
     As on a GPU, what computes neither copies nor attends to packed pages: one thread computes, so that copies
     have another core, and pages are not packed.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         yield from _compared(subject, lambda: PacedLink(1e9 * subject.sizes.link))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _compared(subject: DemoTarget, link: Callable[[], Link | None]) -> Iterator[Row]:

@@ -8,7 +8,7 @@ have segments of their own, in whole 2 MiB. A stream keeps its free blocks; anot
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -43,7 +43,6 @@ class CachingAllocator:
         self.capacity = capacity
         self.reserved = self.peak = 0
         self._segments: list[list[Block]] = []
-        self._free: defaultdict[tuple[Hashable, bool], list[Block]] = defaultdict(list)  # by their pool
         self._lock = threading.Lock()
         self._returned: deque[Block] = deque()
 
@@ -66,26 +65,22 @@ class CachingAllocator:
     def _allocate(self, size: int, stream: Hashable) -> Block | None:
         size = max(ROUNDING, -(-size // ROUNDING) * ROUNDING)
         pool = stream, size <= SMALL
-        fitting = [block for block in self._free[pool] if block.size >= size]
+        fitting = [
+            block
+            for segment in self._segments
+            for block in segment
+            if block.free and block.pool == pool and block.size >= size
+        ]
         block = min(fitting, key=lambda one: one.size) if fitting else self._new_segment(size, pool)
         if block is None:
             return None
-        self._take(block)
+        block.free = False
         rest = block.size - size
         if rest >= (ROUNDING if pool[1] else SMALL + ROUNDING):
             block.size = size
-            other = Block(pool, block.segment, block.at + size, rest)
+            other = Block(pool, block.segment, block.at + size, rest, free=True)
             block.segment.insert(block.segment.index(block) + 1, other)
-            self._put(other)
         return block
-
-    def _put(self, block: Block) -> None:
-        block.free = True
-        self._free[block.pool].append(block)
-
-    def _take(self, block: Block) -> None:
-        block.free = False
-        self._free[block.pool].remove(block)
 
     def _new_segment(self, size: int, pool: tuple[Hashable, bool]) -> Block | None:
         if pool[1]:
@@ -99,8 +94,7 @@ class CachingAllocator:
         self.reserved += total
         self.peak = max(self.peak, self.reserved)
         segment: list[Block] = []
-        segment.append(Block(pool, segment, 0, total))
-        self._put(segment[0])
+        segment.append(Block(pool, segment, 0, total, free=True))
         self._segments.append(segment)
         return segment[0]
 
@@ -110,20 +104,17 @@ class CachingAllocator:
 
     def _join(self, block: Block) -> None:
         """Gives a block back to its stream, joined with the free ones beside it."""
+        block.free = True
         segment = block.segment
         at = segment.index(block)
         for other in (segment[at + 1 : at + 2], segment[at - 1 : at] if at else []):
             if other and other[0].free:
-                self._take(other[0])
                 first, second = sorted((block, other[0]), key=lambda one: one.at)
                 first.size += second.size
                 segment.remove(second)
                 block = first
-        self._put(block)
 
     def _drop_unused(self) -> None:
         unused = [segment for segment in self._segments if len(segment) == 1 and segment[0].free]
-        for (block,) in unused:
-            self.reserved -= block.size
-            self._take(block)
+        self.reserved -= sum(segment[0].size for segment in unused)
         self._segments = [segment for segment in self._segments if segment not in unused]

@@ -259,7 +259,7 @@ def _make(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if device.type != "cuda":
         made = func(*_plain(args), **given)
         return PINNED.empty(made.shape, made.dtype) if pinned else made
-    with torch._C._InferenceMode(True):
+    with torch.inference_mode():
         made = func(*_plain(args), **given)
     out = _new(made, device)
     if "empty" not in func.name():
@@ -274,13 +274,13 @@ def _store(into: Tensor, made: Tensor) -> None:
 
 
 def _copy(into: Tensor, made: Tensor) -> None:
-    with torch._C._InferenceMode(True):
+    with torch.inference_mode():
         into.copy_(made)
 
 
 def _new(like: Tensor, device: torch.device) -> CudaTensor:
     """Memory of a device, whose content is garbage."""
-    with torch._C._InferenceMode(True):
+    with torch.inference_mode():
         content = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
         spoil(content)
     return CudaTensor(content, Memory(content, device))
@@ -304,13 +304,13 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device)
     waits = func in _WAITS or (func in _TAKES_HOST_INDICES and _waits_for_indices(*args[1:3]))
     if waits:
         await_stream(func, device)
-        with torch._C._InferenceMode(True):
+        with torch.inference_mode():
             result = func(*_plain(args), **_plain(kwargs))
         return _map(lambda one: _ready(one, device) if isinstance(one, Tensor) else one, result)
     views, writes = _aliases(func)
     if views:
         viewed = next(one for one in _leaves(args) if isinstance(one, CudaTensor))
-        with torch._C._InferenceMode(True):
+        with torch.inference_mode():
             result = func(*_plain(args), **_plain(kwargs))
         with torch.inference_mode(viewed.is_inference()):
             return _map(lambda content: CudaTensor(content, viewed.memory), result)
@@ -323,7 +323,7 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device)
             if name in kwargs or names.index(name) < len(args)
         ]
         if torch.Tag.nondeterministic_seeded in func.tags:  # drawn in the order of the host
-            with torch._C._InferenceMode(True):
+            with torch.inference_mode():
                 drawn = func(given[0].clone(), *given[1:], **named)
             enqueue(lambda: _store(given[0], drawn), device)
         else:
@@ -388,7 +388,7 @@ def _results(func: Any, args: Any, kwargs: Any) -> Any:
     """What it returns, by torch's own rules for tensors without content; asked for once."""
     key = func, _key(args), tuple(kwargs), _key(tuple(kwargs.values()))
     if key not in _KNOWN:
-        with torch._C._InferenceMode(True):
+        with torch.inference_mode():
             _KNOWN[key] = func(*_map(_meta, args), **_map(_meta, kwargs))
     return _KNOWN[key]
 
@@ -506,7 +506,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     for one in (query, key, value):
         assert isinstance(one, CudaTensor) and one.dim() == 4 and one.stride(-1) == 1, "as CUDA's kernel asks"
-    with torch._C._InferenceMode(True):
+    with torch.inference_mode():
         out = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device="meta")
         lse = torch.empty(*query.shape[:2], rows, dtype=torch.float32, device="meta")
     made = _new(out, query.device), _new(lse, query.device)
@@ -570,7 +570,7 @@ def _efficient(
 
 def _unsafe_view(tensor: CudaTensor, size: Sequence[int]) -> CudaTensor:
     """A view, though it does not say so."""
-    with torch._C._InferenceMode(True):
+    with torch.inference_mode():
         return CudaTensor(tensor.content.view(size), tensor.memory)
 
 
