@@ -62,5 +62,6 @@ def test_nothing_is_imported_from_a_floor_above() -> None:
         home = ".".join(place.with_suffix("").parts)
         if home != "__init__":  # hands on the names of the API, when they are asked for
             others = imported(path.read_text("utf-8"))
+            assert floor(home) or not others, f"{place} is on no floor"
             upward |= {(place.as_posix(), other) for other in others if floor(other) > floor(home)}
     assert not upward
