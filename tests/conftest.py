@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempts what was imported from garbage collection: a million objects."""
+    """Exempts what was imported from garbage collection: some 400,000 objects."""
     gc.collect()
     gc.freeze()
 
